@@ -1,0 +1,1 @@
+"""Environment server: sessions, the built-in games and their registry."""
