@@ -1,0 +1,1 @@
+"""Rollout server: engines, prompts and the episode loop."""
