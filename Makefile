@@ -1,0 +1,53 @@
+# One interpreter, one environment: everything below works in .venv. PYTHON chooses the interpreter that makes it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install install-dev quickstart test lint format protos tiny-policy docs clean
+
+help: ## Lists the targets.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+install: $(VENV)/.installed ## Installs Rollwire with all services for CPU into .venv.
+
+install-dev: $(VENV)/.installed-dev ## Installs what tests and linters need as well.
+
+# torch first, by its exact version: a range would let pip take a newer build for accelerators.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 12) else f"Rollwire needs Python 3.11 or 3.12, {sys.executable} is {v[0]}.{v[1]}; run: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+quickstart: install ## Installs, then trains FrozenLake in four processes on this CPU.
+	$(BIN)/rollwire launch deploy/configs/frozenlake-tiny.yaml
+
+test: install-dev ## Installs, then runs all tests.
+	$(BIN)/python -m pytest
+
+lint: install-dev ## Style, types, contract, generated code.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	PYTHON=$(BIN)/python tools/check_contract.sh
+
+format: install-dev ## Formats Python and protos.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/buf format -w
+
+protos: install-dev ## Regenerates the checked-in code of the contract.
+	PYTHON=$(BIN)/python tools/protos.sh
+
+clean: ## Removes the environment and all outputs.
+	rm -rf $(VENV) output build dist

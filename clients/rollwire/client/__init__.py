@@ -1,0 +1,9 @@
+"""Python clients of the four services. Importing this package loads no torch."""
+
+from rollwire.client.coordinator import CoordinatorClient
+from rollwire.client.environment import EnvironmentClient
+from rollwire.client.learner import LearnerClient
+from rollwire.client.rollout import RolloutClient
+from rollwire.rpc.errors import Reason, RollwireError
+
+__all__ = ["CoordinatorClient", "EnvironmentClient", "LearnerClient", "Reason", "RolloutClient", "RollwireError"]

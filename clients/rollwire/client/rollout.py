@@ -1,0 +1,45 @@
+"""Client of `RolloutService`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import cast
+
+from rollwire.client.base import ServiceClient
+from rollwire.rpc.channel import open_channel
+from rollwire.v1 import rollout_pb2, rollout_pb2_grpc
+
+
+class RolloutClient(ServiceClient):
+    """Samples episodes and tokens. All methods raise `RollwireError`."""
+
+    service_name = "rollwire.v1.RolloutService"
+
+    def __init__(self, target: str) -> None:
+        super().__init__(target, open_channel(target))
+        self._stub = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+
+    async def get_info(self, *, timeout_s: float | None = None) -> rollout_pb2.RolloutServiceGetInfoResponse:
+        """Returns model, limits and load."""
+        request = rollout_pb2.RolloutServiceGetInfoRequest()
+        answer = await self._unary("GetInfo", self._stub.GetInfo, request, timeout_s)
+        return cast(rollout_pb2.RolloutServiceGetInfoResponse, answer)
+
+    def run_group(
+        self, request: rollout_pb2.RunGroupRequest, *, timeout_s: float | None = None
+    ) -> AsyncIterator[rollout_pb2.RunGroupResponse]:
+        """Plays a group; yields each result as it ends."""
+        return self._stream("RunGroup", self._stub.RunGroup, request, timeout_s)
+
+    def generate(
+        self, request: rollout_pb2.GenerateRequest, *, timeout_s: float | None = None
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        """Continues a token sequence; yields tokens as they are drawn."""
+        return self._stream("Generate", self._stub.Generate, request, timeout_s)
+
+    async def update_weights(
+        self, request: rollout_pb2.UpdateWeightsRequest, *, timeout_s: float | None = None
+    ) -> rollout_pb2.UpdateWeightsResponse:
+        """Makes the server fetch and activate a version."""
+        answer = await self._unary("UpdateWeights", self._stub.UpdateWeights, request, timeout_s)
+        return cast(rollout_pb2.UpdateWeightsResponse, answer)

@@ -1,0 +1,1 @@
+"""How Rollwire speaks gRPC: channels, deadlines, errors, ids and digests. No other package sets I/O policy."""

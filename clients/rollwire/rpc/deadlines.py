@@ -1,0 +1,42 @@
+"""One table: the default deadline of every method, in seconds. A server rejects a call that has none."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_E: Final = "/rollwire.v1.EnvironmentService/"
+_R: Final = "/rollwire.v1.RolloutService/"
+_L: Final = "/rollwire.v1.LearnerService/"
+_C: Final = "/rollwire.v1.CoordinatorService/"
+
+DEADLINES_S: Final[dict[str, float]] = {
+    f"{_E}ListEnvironments": 10.0,
+    f"{_E}OpenSession": 60.0,
+    f"{_E}Step": 60.0,
+    f"{_E}RenewSession": 10.0,
+    f"{_E}Render": 30.0,
+    f"{_E}CloseSession": 10.0,
+    f"{_R}GetInfo": 10.0,
+    f"{_R}RunGroup": 3600.0,
+    f"{_R}Generate": 600.0,
+    f"{_R}UpdateWeights": 600.0,
+    f"{_L}GetInfo": 10.0,
+    f"{_L}Train": 3600.0,
+    f"{_L}Score": 3600.0,
+    f"{_L}FetchWeights": 600.0,
+    f"{_L}Export": 600.0,
+    f"{_C}GetStatus": 10.0,
+    f"{_C}Stop": 10.0,
+}
+
+
+def deadline_s(method: str) -> float:
+    """Returns the default deadline of a method.
+
+    Args:
+        method: Full name as gRPC gives it, such as `/rollwire.v1.RolloutService/GetInfo`.
+
+    Raises:
+        KeyError: The method is not in the table.
+    """
+    return DEADLINES_S[method]

@@ -1,0 +1,38 @@
+"""Digests of the contract: of a training batch and of a set of weights. Pure functions."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+
+import numpy as np
+
+from rollwire.v1 import learner_pb2
+
+
+def samples_digest(samples: Iterable[learner_pb2.TrainSample]) -> bytes:
+    """Returns `TrainCommit.digest` (32 bytes) of samples in the order sent."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(sample.sample_id.encode())
+        digest.update(struct.pack("<BQ", 0, len(sample.token_ids)))
+        digest.update(np.fromiter(sample.token_ids, dtype="<i4").tobytes())
+        digest.update(np.fromiter(sample.loss_mask, dtype=np.uint8).tobytes())
+        digest.update(np.fromiter(sample.advantages, dtype="<f4").tobytes())
+        digest.update(np.fromiter(sample.logprobs, dtype="<f4").tobytes())
+    return digest.digest()
+
+
+def weights_digest(tensors: Iterable[tuple[str, bytes]]) -> bytes:
+    """Returns `WeightManifest.digest` (32 bytes).
+
+    Args:
+        tensors: Name and SHA-256 (32 bytes) of each tensor, in any order.
+    """
+    digest = hashlib.sha256()
+    for name, sha256 in sorted((name.encode(), sha256) for name, sha256 in tensors):
+        digest.update(name)
+        digest.update(b"\0")
+        digest.update(sha256)
+    return digest.digest()

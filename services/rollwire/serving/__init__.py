@@ -1,0 +1,1 @@
+"""What every Rollwire server shares: configuration, binding, health, drain, errors and logging."""

@@ -1,0 +1,203 @@
+"""The whole configuration of a run and the rules that span sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rollwire.rpc.ids import is_name, is_tag
+from rollwire.serving.config.sections import (
+    AlgorithmSection,
+    EnvironmentSection,
+    LearnerSection,
+    ModelSection,
+    NotNegative,
+    Positive,
+    RolloutSection,
+    SamplingSection,
+    Seconds,
+    Section,
+    ServicesSection,
+)
+
+
+class RunSection(Section):
+    """The run."""
+
+    name: str = "rollwire"
+    """Name of the run: directory names derive from it. Lower-case letters, digits, `_`, `.`, `-`; at most 63."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
+    """Determines environment seeds, sampling seeds and shuffles."""
+
+    max_steps: Annotated[int, Field(ge=1)] = 100
+    """Training steps."""
+
+    output_dir: str = "output"
+    """Directory under which run directories and event files are written."""
+
+    deterministic: bool = False
+    """On CPU: two runs with the same seed give the same trajectories and weights, bit for bit."""
+
+    @model_validator(mode="after")
+    def _name(self) -> RunSection:
+        if not is_name(self.name):
+            raise ValueError(f"run.name is {self.name!r}; allowed: [a-z0-9][a-z0-9_.-]{{0,62}} without '..'")
+        return self
+
+
+class BatchSection(Section):
+    """What one training step consumes."""
+
+    groups_per_step: Positive = 16
+    """Groups of episodes; the episodes of a group share environment, seed and start state."""
+
+    episodes_per_group: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Episodes in each group."""
+
+
+class TrainEnvironment(Section):
+    """One environment that the run plays."""
+
+    tag: str
+    """Tag on the environment server."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of groups, relative to the other entries."""
+
+    options: dict[str, Any] = Field(default={})
+    """Options for each session, as `EnvironmentService.OpenSession` takes them."""
+
+
+class ValidationSection(Section):
+    """Validation on a fixed set of start states that training never uses."""
+
+    episodes: NotNegative = 128
+    """Number of start states per environment tag, each played once; 0 switches validation off."""
+
+    every_steps: NotNegative = 10
+    """Validate after this many training steps; 0 means only before the first and after the last."""
+
+    sampling: SamplingSection = SamplingSection()
+    """Sampling for validation; independent of training."""
+
+    greedy_at_end: bool = False
+    """Play the set once more with temperature 0 after the last step and log it as `val_greedy/*`."""
+
+
+class TrackingSection(Section):
+    """What is logged and where."""
+
+    log_dir: str | None = None
+    """Directory of TensorBoard event files; default `<run.output_dir>/tensorboard`."""
+
+    text_samples_every_steps: NotNegative = 10
+    """Write the text of two episodes every so many steps; 0 is off."""
+
+
+class TimeoutsSection(Section):
+    """How long the coordinator waits. All in seconds."""
+
+    ready_s: Seconds = 300.0
+    """For a service to become ready."""
+
+    group_s: Seconds = 1800.0
+    """For one group of episodes."""
+
+    train_s: Seconds = 3600.0
+    """For one training step of the learner."""
+
+    update_s: Seconds = 600.0
+    """For one weight update."""
+
+
+class RunConfig(Section):
+    """A run."""
+
+    run: RunSection = RunSection()
+    """Name, seed, length, place."""
+
+    model: ModelSection = ModelSection()
+    """Policy model."""
+
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    """Device of learner and rollout servers."""
+
+    batch: BatchSection = BatchSection()
+    """Batch arithmetic."""
+
+    max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
+    """Most training steps that a trained episode may lag behind the weights. 0 alternates rollout and training."""
+
+    environments: list[TrainEnvironment] = Field(default=[TrainEnvironment(tag="FrozenLake")])
+    """What the run plays."""
+
+    sampling: SamplingSection = SamplingSection()
+    """Sampling for training."""
+
+    algorithm: AlgorithmSection = AlgorithmSection()
+    """Advantages and objective."""
+
+    validation: ValidationSection = ValidationSection()
+    """Validation."""
+
+    tracking: TrackingSection = TrackingSection()
+    """Logging."""
+
+    timeouts: TimeoutsSection = TimeoutsSection()
+    """Waiting."""
+
+    environment: EnvironmentSection = EnvironmentSection()
+    """The environment server."""
+
+    rollout: RolloutSection = RolloutSection()
+    """The rollout server."""
+
+    learner: LearnerSection = LearnerSection()
+    """The learner."""
+
+    services: ServicesSection = ServicesSection()
+    """Running servers."""
+
+    @model_validator(mode="after")
+    def _across_sections(self) -> RunConfig:
+        tags = [entry.tag for entry in self.environments]
+        for tag in tags:
+            if not is_tag(tag):
+                raise ValueError(f"environments holds the tag {tag!r}; allowed: [A-Za-z0-9][A-Za-z0-9_.-]{{0,62}}")
+        if not tags:
+            raise ValueError("environments is empty; it needs at least one entry such as {tag: FrozenLake}")
+        if len(set(tags)) != len(tags):
+            raise ValueError(f"environments lists a tag twice: {tags}; merge the entries and add their weights")
+        if self.algorithm.advantage in ("grpo", "dr_grpo", "rloo") and self.batch.episodes_per_group < 2:
+            raise ValueError(
+                f"batch.episodes_per_group is {self.batch.episodes_per_group}, but algorithm.advantage="
+                f"{self.algorithm.advantage} compares episodes of a group and needs at least 2; "
+                "raise it, or choose algorithm.advantage=reinforce"
+            )
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature is 0; training needs a policy that explores: choose a value > 0")
+        if self.sampling.top_p < 1 or self.sampling.top_k > 0:
+            raise ValueError(
+                f"sampling.top_p is {self.sampling.top_p} and sampling.top_k is {self.sampling.top_k}; training "
+                "needs 1.0 and 0, because the learner scores the unfiltered distribution (validation.sampling is free)"
+            )
+        if self.rollout.max_new_tokens_per_turn >= self.rollout.max_episode_tokens:
+            raise ValueError(
+                f"rollout.max_new_tokens_per_turn is {self.rollout.max_new_tokens_per_turn}, but an episode holds "
+                f"rollout.max_episode_tokens={self.rollout.max_episode_tokens} tokens, prompts included; "
+                "raise the latter"
+            )
+        episodes = self.batch.groups_per_step * self.batch.episodes_per_group
+        if self.learner.optimizer_steps_per_batch > episodes:
+            raise ValueError(
+                f"learner.optimizer_steps_per_batch is {self.learner.optimizer_steps_per_batch}, but a step has only "
+                f"{episodes} episodes (batch.groups_per_step x batch.episodes_per_group); lower it"
+            )
+        if self.batch.episodes_per_group > self.rollout.max_episodes:
+            raise ValueError(
+                f"batch.episodes_per_group is {self.batch.episodes_per_group}, but a rollout server runs at most "
+                f"rollout.max_episodes={self.rollout.max_episodes} at once; raise the latter"
+            )
+        return self

@@ -1,0 +1,210 @@
+"""Sections of the configuration that one service reads. Units are in the names; unknown keys are errors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    """The policy model, the same for learner and rollout servers."""
+
+    path: str = "builtin:tiny"
+    """`builtin:tiny`, a directory in Hugging Face layout, or a hub id when the host is online."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Element type that weights are served in and that rollout servers compute in."""
+
+    chat_template: str | None = None
+    """File with a Jinja chat template, for models whose tokenizer has none. Relative to the working directory."""
+
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention implementation of transformers; `auto` takes the device's default."""
+
+
+class EnvironmentDefinition(Section):
+    """One environment tag that the environment server offers."""
+
+    type: str
+    """Name of a built-in environment, of an entry point in the group `rollwire.environments`, or `module:Class`."""
+
+    options: dict[str, Any] = {}
+    """Keyword arguments of the environment's constructor."""
+
+    step_timeout_s: Seconds = 60.0
+    """Longest time for a reset or a step; after that the episode fails with a timeout."""
+
+
+class EnvironmentSection(Section):
+    """The environment server."""
+
+    definitions: dict[str, EnvironmentDefinition] = {}
+    """Additional tags, or built-in tags with other options, by tag. Built-in tags are always offered."""
+
+    max_sessions: Annotated[int, Field(ge=1, le=65_536)] = 1024
+    """Sessions open at once; more answer RESOURCE_EXHAUSTED."""
+
+    disable_after_failures: Positive = 5
+    """An environment that fails this many times in a row is disabled until the server restarts."""
+
+
+class SamplingSection(Section):
+    """How tokens are drawn."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """Divisor of the logits; 0 is greedy."""
+
+    top_p: Probability = 1.0
+    """Nucleus mass; 1 is off."""
+
+    top_k: NotNegative = 0
+    """Number of most probable tokens kept; 0 is off."""
+
+
+class RolloutSection(Section):
+    """The rollout server."""
+
+    engine: Literal["transformers"] = "transformers"
+    """Inference engine."""
+
+    max_new_tokens_per_turn: Positive = 128
+    """Most tokens that the policy may draw in one turn."""
+
+    max_episode_tokens: Annotated[int, Field(ge=16)] = 2048
+    """Most tokens of one episode, prompts and responses together."""
+
+    max_concurrent_sequences: Positive = 128
+    """Sequences that are decoded together."""
+
+    max_episodes: Positive = 1024
+    """Episodes that may run at once; more answer RESOURCE_EXHAUSTED."""
+
+    episode_timeout_s: Seconds = 600.0
+    """Longest wall time of one episode; after that it fails."""
+
+    system_prompt: str | None = None
+    """Replaces the default system prompt."""
+
+    turn_template: str | None = None
+    """Replaces the default prompt of a turn; a str.format template, fields as in docs/configuration.md."""
+
+    torch_threads: NotNegative = 1
+    """Threads of one rollout process on CPU; 0 lets torch decide."""
+
+
+class OptimizerSection(Section):
+    """AdamW and the learning-rate schedule."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """Peak learning rate."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course after the warm-up; linear and cosine end at `final_learning_rate_ratio` in the run's last step."""
+
+    warmup_steps: NotNegative = 0
+    """Optimizer steps over which the rate rises linearly from 0."""
+
+    final_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Rate in the last step, as a share of the peak."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the second moment."""
+
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay; not applied to biases and norms."""
+
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+
+
+class LearnerSection(Section):
+    """The learner."""
+
+    world_size: Literal[1] = 1
+    """Number of ranks. This release trains on one."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Element type of forward and backward; master weights and optimizer state are always float32."""
+
+    optimizer_steps_per_batch: Positive = 1
+    """Optimizer steps that one batch is divided into."""
+
+    micro_batch_tokens: Annotated[int, Field(ge=64)] = 16_384
+    """Most tokens, padding included, that one forward pass holds. Does not change the result, only memory and speed."""
+
+    optimizer: OptimizerSection = OptimizerSection()
+    """AdamW and its schedule."""
+
+    versions_kept: Annotated[int, Field(ge=1, le=16)] = 2
+    """Published versions held in host memory for readers."""
+
+    torch_threads: NotNegative = 1
+    """Threads of one learner rank on CPU; 0 lets torch decide."""
+
+
+class AlgorithmSection(Section):
+    """Advantages and objective."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
+    """Advantage estimator; docs/algorithms.md gives the formulas."""
+
+    policy_loss: Literal["ppo_clip"] = "ppo_clip"
+    """Policy loss."""
+
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Ratio clipped below at 1 - this."""
+
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """Ratio clipped above at 1 + this."""
+
+    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the entropy bonus."""
+
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"
+    """How per-token losses become one number."""
+
+    filter_zero_variance: bool = True
+    """Leave groups whose scores are all equal out of the batch: their advantages are zero."""
+
+    recompute_old_logprobs: bool = False
+    """Take old log-probabilities from the learner instead of the engine."""
+
+
+class ServicesSection(Section):
+    """Addresses of running servers, for `rollwire train`."""
+
+    environment: list[str] = []
+    """Environment servers, `host:port`, as the rollout servers reach them."""
+
+    rollout: list[str] = []
+    """Rollout servers."""
+
+    learner: list[str] = []
+    """The learner: exactly one address."""
+
+    @model_validator(mode="after")
+    def _targets(self) -> ServicesSection:
+        for kind in ("environment", "rollout", "learner"):
+            for target in getattr(self, kind):
+                host, colon, port = target.rpartition(":")
+                if not host or not colon or not port.isdigit() or not 0 < int(port) < 65_536:
+                    raise ValueError(f"services.{kind} holds {target!r}; allowed: host:port")
+        return self

@@ -1,0 +1,49 @@
+"""Structured logs: coloured lines on a terminal, JSON lines otherwise, with run, step and service bound."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TextIO
+
+import structlog
+
+
+def configure_logging(service: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
+    """Configures logging of this process; called once, before anything is logged.
+
+    Args:
+        service: Name bound to every line, such as `rollout`.
+        level: Least level written: DEBUG, INFO, WARNING or ERROR.
+        stream: Where lines go; default standard error.
+    """
+    stream = stream or sys.stderr
+    threshold = logging.getLevelNamesMapping()[level]
+    renderer: list[structlog.typing.Processor]
+    if stream.isatty():
+        renderer = [structlog.dev.ConsoleRenderer(colors=True)]
+    else:
+        renderer = [
+            structlog.processors.dict_tracebacks,
+            structlog.processors.JSONRenderer(ensure_ascii=True),  # escapes control characters of foreign text
+        ]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+        cache_logger_on_first_use=False,
+    )
+    # Libraries that log through the standard module: warnings and worse, on the same stream.
+    logging.basicConfig(level=max(threshold, logging.WARNING), stream=stream, format="%(name)s: %(message)s")
+    structlog.contextvars.bind_contextvars(service=service)
+
+
+def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
+    """Returns a logger that binds its module name."""
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(module=name)
+    return logger

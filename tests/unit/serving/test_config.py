@@ -1,0 +1,99 @@
+"""The configuration: strict, with errors that name the key, the value and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollwire.serving.config.loader import ConfigError, dump_config, load_config
+
+
+def _error(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_complete_and_survive_a_round_trip(tmp_path: Path) -> None:
+    config = load_config(None, ["run.name=abc", "learner.optimizer.learning_rate=3e-4"])
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+
+
+def test_overrides_win_over_the_file_and_interpolate(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {name: a, max_steps: 5}\ntracking: {log_dir: 'logs/${run.name}'}\n")
+    config = load_config(path, ["run.name=b"])
+    assert (config.run.name, config.run.max_steps, config.tracking.log_dir) == ("b", 5, "logs/b")
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("run.max_stps=3", "run.max_steps"),
+        ("max_steps=3", "run.max_steps"),
+        ("learning_rate=1", "learner.optimizer.learning_rate"),
+        ("environments=[{tag: A, wieght: 1}]", "environments.0.weight"),
+        ("environment.definitions.Foo={type: FrozenLake, option: {}}", "environment.definitions.Foo.options"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(override: str, near: str) -> None:
+    text = _error(override)
+    assert f"did you mean {near}?" in text
+    assert text.count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["batch.episodes_per_group=1"], ["batch.episodes_per_group is 1", "at least 2", "reinforce"]),
+        (["batch.groups_per_step=0"], ["batch.groups_per_step is 0", "greater than or equal to 1"]),
+        (["learner.optimizer_steps_per_batch=1000"], ["1000", "128 episodes", "lower it"]),
+        (["batch.episodes_per_group=64", "rollout.max_episodes=32"], ["64", "rollout.max_episodes=32"]),
+        (["rollout.max_episode_tokens=128"], ["max_new_tokens_per_turn is 128", "raise the latter"]),
+        (["sampling.temperature=0"], ["explores"]),
+        (["sampling.top_k=50"], ["top_k is 50", "validation.sampling"]),
+        (["environments=[]"], ["at least one entry"]),
+        (["environments=[{tag: A},{tag: A}]"], ["twice"]),
+        (["services.rollout=[localhost]"], ["'localhost'", "host:port"]),
+        (["run.name=../x"], ["run.name is '../x'"]),
+        (["nonsense"], ["key.path=value"]),
+        (["run.name=${foo}"], ["interpolation", "foo"]),
+        (["device=tpu"], ["device is 'tpu'", "'cpu', 'cuda' or 'npu'"]),
+    ],
+)
+def test_impossible_values_say_what_is_allowed(overrides: list[str], parts: list[str]) -> None:
+    text = _error(*overrides)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("run: [", "cannot be read as YAML"),
+        ("- a\n", "no mapping"),
+        ("just text", "unknown key just text"),
+        (None, "does not exist"),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, content: str | None, part: str) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=part) as caught:
+        load_config(path)
+    assert "config.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_key_has_a_docstring() -> None:
+    from rollwire.serving.config.models import RunConfig
+
+    schema = RunConfig.model_json_schema()
+    for name, definition in {"RunConfig": schema, **schema["$defs"]}.items():
+        for key, field in definition["properties"].items():
+            described = field.get("description") or RunConfig.model_fields[key].description
+            assert described, f"{name}.{key} has no docstring"
