@@ -1,0 +1,112 @@
+"""Where torch computes and how: the one module that knows device types. Its choices are logged as effective values."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from rollwire.serving.logs import get_logger
+from rollwire.serving.server import ServeError
+
+_log = get_logger(__name__)
+DEVICE_TYPES: Final = ("cpu", "cuda", "npu")
+# What each device does best when `model.attention` is `auto`; None leaves the choice to transformers, which takes
+# sdpa where the architecture has it and eager elsewhere.
+_AUTO_ATTENTION: Final[dict[str, str | None]] = {"cpu": None, "cuda": None, "npu": None}
+# Ascend computes float64 on the host, if at all.
+_NO_FLOAT64: Final = ("npu",)
+_PACKAGE: Final = {"cuda": "a CUDA build of torch", "npu": "torch-npu"}
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """The effective settings of this process.
+
+    Attributes:
+        device: Device that holds the model.
+        attention: Attention implementation to ask transformers for; None lets it choose.
+        threads: Threads of one operation on the CPU.
+        deterministic: True if only deterministic kernels run.
+        wide: Widest floating-point type that the device computes quickly, for sums over a vocabulary.
+    """
+
+    device: torch.device
+    attention: str | None
+    threads: int
+    deterministic: bool
+    wide: torch.dtype
+
+
+def select_device(setting: str) -> torch.device:
+    """Returns the device for a configured `device`.
+
+    Args:
+        setting: `auto` (an accelerator if there is one, else the CPU), `cpu`, `cuda` or `npu`.
+
+    Raises:
+        ServeError: The device is not there.
+    """
+    available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if setting == "auto":
+        chosen = available if available is not None and available.type in DEVICE_TYPES else torch.device("cpu")
+    elif setting == "cpu":
+        chosen = torch.device("cpu")
+    elif available is not None and available.type == setting:
+        chosen = available
+    else:
+        found = available.type if available is not None else "cpu alone"
+        raise ServeError(
+            f"device is {setting!r}, but torch {torch.__version__} finds {found}; install "
+            f"{_PACKAGE.get(setting, setting)} and check the driver, or set device=auto"
+        )
+    return chosen
+
+
+def prepare(
+    *, device: str, attention: str = "auto", torch_threads: int = 1, deterministic: bool = False
+) -> Accelerator:
+    """Applies the settings to this process and logs the effective values.
+
+    Args:
+        device: As for `select_device`.
+        attention: `auto` or an implementation that transformers knows.
+        torch_threads: Threads of one operation on the CPU; 0 leaves torch's choice.
+        deterministic: Refuse kernels whose result may differ between runs.
+
+    Raises:
+        ServeError: The device is not there.
+    """
+    chosen = select_device(device)
+    if torch_threads > 0:
+        torch.set_num_threads(torch_threads)
+    if deterministic:
+        # cuBLAS reads this once, before its first call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    effective = Accelerator(
+        device=chosen,
+        attention=_AUTO_ATTENTION[chosen.type] if attention == "auto" else attention,
+        threads=torch.get_num_threads(),
+        deterministic=deterministic,
+        wide=torch.float32 if chosen.type in _NO_FLOAT64 else torch.float64,
+    )
+    _log.info(
+        "accelerator",
+        device=str(chosen),
+        device_name=_device_name(chosen),
+        attention=effective.attention or "chosen by transformers",
+        torch=torch.__version__,
+        torch_threads=effective.threads,
+        deterministic=deterministic,
+    )
+    return effective
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    module = torch.get_device_module(device)
+    return str(module.get_device_name()) if hasattr(module, "get_device_name") else device.type
