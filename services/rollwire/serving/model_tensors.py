@@ -63,8 +63,8 @@ def to_host(tensor: torch.Tensor, serving_dtype: torch.dtype) -> HostTensor:
     """
     dtype = serving_dtype if tensor.is_floating_point() else tensor.dtype
     host = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-    flat = host.reshape(-1).view(torch.uint8)
-    return HostTensor(WIRE_TYPES[dtype], tuple(tensor.shape), memoryview(flat.numpy()))
+    flat: Any = host.reshape(-1).view(torch.uint8).numpy()
+    return HostTensor(WIRE_TYPES[dtype], tuple(tensor.shape), memoryview(flat))
 
 
 def copy_in(target: torch.Tensor, source: HostTensor) -> None:
