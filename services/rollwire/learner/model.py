@@ -1,0 +1,164 @@
+"""The policy as the learner has it: float32 master weights, a forward pass in the configured precision."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from rollwire.learner.logprobs import Head, TokenScores, score_hidden, score_logits
+from rollwire.learner.samples import PaddedBatch
+from rollwire.serving.accelerator import Accelerator
+from rollwire.serving.config.models import RunConfig
+from rollwire.serving.logs import get_logger
+from rollwire.serving.model_files import load_model
+from rollwire.serving.server import ServeError
+
+_log = get_logger(__name__)
+_PROBE_TOKENS: Final = 12
+_PROBE_TOLERANCE: Final = 1e-4
+
+
+class Policy:
+    """A causal language model of transformers that is trained.
+
+    With `precision` bfloat16 the forward pass runs under autocast: matrix products in bfloat16; normalisation, softmax,
+    the residual stream, parameters and gradients in float32. Dropout is off, for the policy that is trained must be the
+    policy that played.
+
+    Attributes:
+        model: The model; parameters are the float32 master weights.
+        device: Where it is.
+        vocabulary_size: Valid token ids are 0 to this minus 1.
+    """
+
+    def __init__(self, model: Any, device: torch.device, precision: str) -> None:
+        self.model = model
+        self.device = device
+        self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
+        self._autocast = precision == "bfloat16"
+        self._head = _find_head(model, self.vocabulary_size, device)
+
+    @property
+    def head_is_separable(self) -> bool:
+        """True if logits are computed at wanted positions alone; False if the model needs its whole forward pass."""
+        return self._head is not None
+
+    @property
+    def position_limit(self) -> int | None:
+        """Longest sequence that the model has positions for; None if its configuration names none."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    @property
+    def parameters(self) -> int:
+        """Number of trainable parameters; tied ones count once."""
+        return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+
+    def token_scores(self, batch: PaddedBatch, temperature: float, *, entropy_gradient: bool = False) -> TokenScores:
+        """Returns log-probabilities and entropies of a batch's N targets, with gradient unless it is disabled.
+
+        Args:
+            batch: Padded sequences and wanted predictions.
+            temperature: Divisor of the logits, > 0.
+            entropy_gradient: Whether the entropies carry a gradient.
+        """
+        with self._precision():
+            if self._head is None:
+                logits: Tensor = self.model(input_ids=batch.input_ids, use_cache=False).logits
+                wanted = logits.flatten(0, 1).index_select(0, batch.sources)
+                return score_logits(wanted, batch.targets, temperature, entropy_gradient=entropy_gradient)
+            hidden: Tensor = self.model.base_model(input_ids=batch.input_ids, use_cache=False)[0]
+            return score_hidden(
+                self._head,
+                hidden.flatten(0, 1).index_select(0, batch.sources),
+                batch.targets,
+                temperature,
+                vocabulary=self.vocabulary_size,
+                entropy_gradient=entropy_gradient,
+            )
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        if self._autocast:
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+
+def load_policy(config: RunConfig, accelerator: Accelerator) -> Policy:
+    """Loads the policy and checks that it can be trained.
+
+    Raises:
+        ServeError: The model is missing, broken, not causal, or does not give finite logits.
+    """
+    model = load_model(config.model, torch.float32, accelerator.device, accelerator.attention)
+    policy = Policy(model, accelerator.device, config.learner.precision)
+    _log.info(
+        "policy loaded",
+        architecture=type(model).__name__,
+        parameters=policy.parameters,
+        precision=config.learner.precision,
+        logits="wanted positions" if policy.head_is_separable else "all positions",
+    )
+    return policy
+
+
+def _find_head(model: Any, vocabulary_size: int, device: torch.device) -> Head | None:
+    """Returns the map from hidden states to logits, or None if this model's logits are no such map.
+
+    What transformers computes decides: the map is tried on a random sequence.
+    """
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(vocabulary_size, (1, _PROBE_TOKENS), generator=generator).to(device)
+    with torch.no_grad():
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        if not logits.isfinite().all():
+            raise ServeError(
+                "the model gives logits that are not finite; its weights are damaged, "
+                "or it needs another model.attention"
+            )
+        shorter = model(input_ids=input_ids[:, : _PROBE_TOKENS // 2], use_cache=False).logits
+        if not _close(shorter, logits[:, : _PROBE_TOKENS // 2]):
+            raise ServeError(
+                f"the model {type(model).__name__} is not causal: later tokens change the logits of earlier ones; "
+                "give a causal language model"
+            )
+        head = _head_of(model)
+        if head is None or model.base_model is model:
+            return None
+        hidden = model.base_model(input_ids=input_ids, use_cache=False)[0]
+        try:
+            composed = head(hidden)
+        except RuntimeError:  # shapes do not fit: something lies between hidden states and head
+            return None
+        return head if composed.shape == logits.shape and _close(composed, logits) else None
+
+
+def _head_of(model: Any) -> Head | None:
+    """Composes output embedding and the rescaling that some architectures apply to their logits."""
+    project = model.get_output_embeddings()
+    if project is None:
+        return None
+    config = model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
+    scale = getattr(config, "logit_scale", None)  # Cohere
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+
+    def head(hidden: Tensor) -> Tensor:
+        logits: Tensor = project(hidden)
+        if divisor:
+            logits = logits / divisor
+        if scale:
+            logits = logits * scale
+        if cap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    return head
+
+
+def _close(left: Tensor, right: Tensor) -> bool:
+    """Compares logits up to rounding, relative to the largest one."""
+    scale = float(right.abs().max().clamp_min(1.0))
+    return bool((left - right).abs().max() <= _PROBE_TOLERANCE * scale)
