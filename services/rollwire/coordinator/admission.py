@@ -1,0 +1,105 @@
+"""Which groups may start and which ones make the next batch. A pure state machine: no clock, no I/O.
+
+Groups are started by ascending index. At training step `s` (batches consumed so far) with bound `k`, at most `(k + s
++ 1) * groups_per_step` groups have been started and not dropped: admission, not dropping, bounds the lag. A group
+started at step `a` must be consumed at step `a + k` at the latest. Complete groups are taken oldest first, in the
+order of completion among equals; a batch is ready when it is full and nothing that it leaves behind would become too
+old before its turn. With `k = 0` this means: exactly the groups of the step, in the order of their index.
+
+    start → RUNNING → complete → COMPLETE → take → TAKEN → advance (step + 1)
+               └──────── drop ──────┘  a dropped group frees its place for the next index
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class _Group:
+    started_at: int
+    completed_as: int | None = None
+
+
+class Admission:
+    """Admission and batch selection of one run.
+
+    Args:
+        groups_per_step: Groups that one training step consumes.
+        max_staleness: Most steps that a group may lag when it is consumed.
+        max_steps: Training steps of the run; groups beyond them are never started.
+    """
+
+    def __init__(self, groups_per_step: int, max_staleness: int, max_steps: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._max_steps = max_steps
+        self._waiting: dict[int, _Group] = {}
+        self._taken: list[int] = []
+        self._consumed = 0
+        self._completions = 0
+        self.step = 0
+        self.next_index = 0
+
+    @property
+    def running(self) -> int:
+        """Number of groups started and neither complete nor dropped."""
+        return sum(group.completed_as is None for group in self._waiting.values())
+
+    def free_places(self) -> int:
+        """Returns how many groups may be started now."""
+        allowed = min(self._max_staleness + self.step + 1, self._max_steps) * self._groups_per_step
+        return allowed - (self._consumed + len(self._taken) + len(self._waiting))
+
+    def start(self) -> int:
+        """Starts the next group and returns its index."""
+        assert self.free_places() > 0, "a group was started without a free place"
+        index = self.next_index
+        self.next_index += 1
+        self._waiting[index] = _Group(started_at=self.step)
+        return index
+
+    def complete(self, index: int) -> None:
+        """Notes that all episodes of a group have results."""
+        group = self._waiting[index]
+        assert group.completed_as is None, f"group {index} completed twice"
+        group.completed_as = self._completions
+        self._completions += 1
+
+    def drop(self, index: int) -> None:
+        """Gives up a group, running or complete; the next index takes its place."""
+        del self._waiting[index]
+
+    def ready(self) -> list[int] | None:
+        """Returns the indices of the next batch, ascending, or None while it has to wait for running groups."""
+        order = sorted(
+            (group.started_at, group.completed_as, index)
+            for index, group in self._waiting.items()
+            if group.completed_as is not None
+        )
+        batch = [index for _, _, index in order[: self._groups_per_step]]
+        if len(batch) < self._groups_per_step or not self._leaves_nothing_stale(batch):
+            return None
+        return sorted(batch)
+
+    def take(self, batch: list[int]) -> None:
+        """Removes a ready batch; `advance` must follow once its step is done."""
+        assert not self._taken, "a batch was taken while another one is in work"
+        for index in batch:
+            del self._waiting[index]
+        self._taken = list(batch)
+
+    def advance(self) -> None:
+        """Ends the step whose batch was taken."""
+        self._consumed += len(self._taken)
+        self._taken = []
+        self.step += 1
+
+    def _leaves_nothing_stale(self, batch: list[int]) -> bool:
+        """Tells whether all groups left behind can still be consumed in time, at full batches from the next step on."""
+        left = sorted(group.started_at for index, group in self._waiting.items() if index not in batch)
+        for position, started_at in enumerate(left):
+            consumed_at = self.step + 1 + position // self._groups_per_step
+            if consumed_at > started_at + self._max_staleness:
+                return False
+        return True

@@ -1,0 +1,83 @@
+"""Makes the parts of a run from its configuration and the servers found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Final
+
+from rollwire.coordinator.admission import Admission
+from rollwire.coordinator.budgets import Budgets, FailureBudget
+from rollwire.coordinator.ledger import Ledger
+from rollwire.coordinator.loop import Parts
+from rollwire.coordinator.peers import Descriptions, Peers
+from rollwire.coordinator.planner import Planner
+from rollwire.coordinator.player import GroupPlayer
+from rollwire.coordinator.pump import RolloutPump
+from rollwire.coordinator.recorder import Recorder
+from rollwire.coordinator.resident import ResidentMemory
+from rollwire.coordinator.rollout_pool import RolloutPool
+from rollwire.coordinator.run_dir import RunDir
+from rollwire.coordinator.status import RunStatus
+from rollwire.coordinator.tracking import Tracker
+from rollwire.coordinator.training import StepTrainer
+from rollwire.coordinator.transcripts import Transcripts
+from rollwire.coordinator.weight_push import WeightPusher
+from rollwire.serving.config import RunConfig
+from rollwire.v1 import trajectory_pb2
+
+MIN_FAILED_GROUPS: Final = 4
+"""A run tolerates at least so many failed groups in a row, however small its steps are."""
+
+
+def build_parts(
+    config: RunConfig,
+    run_dir: RunDir,
+    status: RunStatus,
+    ledger: Ledger,
+    peers: Peers,
+    found: Descriptions,
+    budgets: Budgets,
+    children: Callable[[], Mapping[str, int]],
+    stack: AsyncExitStack,
+) -> Parts:
+    """Returns the parts of the step loop; `stack` ends those that need it.
+
+    Args:
+        config: The run, with the addresses of its servers.
+        run_dir: Its directory.
+        status: Its state.
+        ledger: Its ledger.
+        peers: Its servers.
+        found: What they say about themselves.
+        budgets: Bounds of retries.
+        children: Process ids of servers on this host by kind.
+        stack: Closed when the run ends.
+    """
+    fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
+    pusher = WeightPusher(fence, peers.learner.target, config.timeouts.update_s, budgets)
+    capacities = [info.episode_capacity for info in found.rollouts]
+    pool = RolloutPool(peers.rollouts, capacities, pusher, budgets, ledger.add_version, status.notice)
+    player = GroupPlayer(pool, fence, config.timeouts.group_s, budgets, status.count_episode)
+    planner = Planner(config)
+    budget = FailureBudget(max(config.batch.groups_per_step, MIN_FAILED_GROUPS))
+    admission = Admission(config.batch.groups_per_step, config.max_staleness, config.run.max_steps)
+    pump = RolloutPump(admission, planner, player, ledger, budget, config.max_staleness)
+    tracker = Tracker(run_dir.event_dir, run_dir.path)
+    tracking = config.tracking
+    stack.callback(tracker.close)
+    stack.push_async_callback(pool.close)
+    stack.push_async_callback(pump.close)
+    return Parts(
+        config=config,
+        status=status,
+        ledger=ledger,
+        recorder=Recorder(tracker, Transcripts(config.model.path), status, tracking.text_samples_every_steps),
+        planner=planner,
+        pool=pool,
+        player=player,
+        pump=pump,
+        trainer=StepTrainer(peers.learner, config, fence, budgets, status.notice),
+        budget=budget,
+        resident=ResidentMemory(peers, children),
+    )

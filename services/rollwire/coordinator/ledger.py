@@ -1,0 +1,93 @@
+"""The ledger as the coordinator uses it: `LedgerStore` behind one writer thread, so that fsync blocks nobody.
+
+A method that has returned has made its row durable; only then does the coordinator count what the row says.
+Cancelling a caller does not tear a transaction: it happens as a whole or not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+from rollwire.coordinator.ledger_schema import GroupRecord, GroupState, StepPlan, ValidationRecord, VersionRecord
+from rollwire.coordinator.ledger_store import LedgerStore
+from rollwire.rpc.limits import MIB
+
+FILE_NAME: Final = "run.db"
+KEEP_RECORDS_BYTES: Final = 1024 * MIB
+"""Trajectory records that stay in the file; older ones keep their id and score only."""
+
+PRUNE_EVERY_STEPS: Final = 20
+
+_Result = TypeVar("_Result")
+
+
+class Ledger:
+    """The ledger of one run; made by `create`, ended by `close`.
+
+    Attributes:
+        epoch: Incarnation of the coordinator, for fences.
+    """
+
+    def __init__(self, store: LedgerStore, writer: ThreadPoolExecutor, epoch: int) -> None:
+        self.epoch = epoch
+        self._store = store
+        self._writer = writer
+
+    @classmethod
+    async def create(cls, run_dir: Path, run_id: str, name: str, config: str, created: datetime) -> Self:
+        """Makes the ledger of a new run. Raises `LedgerError`."""
+        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+
+        def make() -> tuple[LedgerStore, int]:
+            store = LedgerStore(run_dir / FILE_NAME)
+            return store, store.create(run_id, name, config, created.isoformat(timespec="seconds"))
+
+        try:
+            store, epoch = await asyncio.get_running_loop().run_in_executor(writer, make)
+        except BaseException:
+            writer.shutdown(wait=False)
+            raise
+        return cls(store, writer, epoch)
+
+    async def set_state(self, state: str) -> None:
+        """Records the state of the run."""
+        await self._write(self._store.set_state, state)
+
+    async def accept_group(self, record: GroupRecord, step: int) -> bool:
+        """Accepts a complete group; see `LedgerStore.accept_group`."""
+        return await self._write(self._store.accept_group, record, step)
+
+    async def drop_group(self, record: GroupRecord, state: GroupState) -> None:
+        """Records a group that is given up."""
+        await self._write(self._store.drop_group, record, state)
+
+    async def plan_step(self, plan: StepPlan) -> None:
+        """Records what a step is about to train."""
+        await self._write(self._store.plan_step, plan)
+
+    async def commit_step(self, step: int, lineage: str, version_after: int, metrics: Mapping[str, float]) -> None:
+        """Records that a planned step is done, and keeps the file within its size."""
+        await self._write(self._store.commit_step, step, lineage, version_after, metrics)
+        if step % PRUNE_EVERY_STEPS == 0:
+            await self._write(self._store.prune, KEEP_RECORDS_BYTES)
+
+    async def add_version(self, record: VersionRecord) -> None:
+        """Records that a rollout server activated a version."""
+        await self._write(self._store.add_version, record)
+
+    async def add_validation(self, records: Sequence[ValidationRecord]) -> None:
+        """Records the episodes of one validation."""
+        await self._write(self._store.add_validation, records)
+
+    async def close(self) -> None:
+        """Closes the file after everything that was asked for is written."""
+        await self._write(self._store.close)
+        self._writer.shutdown()
+
+    async def _write(self, method: Callable[..., _Result], *arguments: Any) -> _Result:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, method, *arguments)

@@ -1,0 +1,119 @@
+"""The servers that a run uses: clients, waiting for readiness, what they say about themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+from rollwire.client.base import ServiceClient
+from rollwire.client.environment import EnvironmentClient
+from rollwire.client.learner import LearnerClient
+from rollwire.client.rollout import RolloutClient
+from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.tasks import run_all
+from rollwire.rpc.errors import RollwireError
+from rollwire.serving.config.sections import ServicesSection
+from rollwire.v1 import coordinator_pb2, environment_pb2, learner_pb2, rollout_pb2
+
+READY_POLL_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Descriptions:
+    """What the servers say about themselves, in the order of the clients."""
+
+    environments: Sequence[environment_pb2.ListEnvironmentsResponse]
+    rollouts: Sequence[rollout_pb2.RolloutServiceGetInfoResponse]
+    learner: learner_pb2.LearnerServiceGetInfoResponse
+
+
+class Peers:
+    """Clients of all servers of a run; close with `close` or use as an async context manager.
+
+    Args:
+        services: Addresses.
+
+    Raises:
+        RunError: A kind of server has no address, or there is more than one learner.
+    """
+
+    def __init__(self, services: ServicesSection) -> None:
+        for kind in ("environment", "rollout", "learner"):
+            if not getattr(services, kind):
+                raise RunError(
+                    f"services.{kind} is empty; give the address of a running server, such as "
+                    f"services.{kind}=[127.0.0.1:50051], or let `rollwire launch` start the servers"
+                )
+        if len(services.learner) > 1:
+            raise RunError(f"services.learner lists {len(services.learner)} addresses; exactly one is allowed")
+        self.environments = [EnvironmentClient(target) for target in services.environment]
+        self.rollouts = [RolloutClient(target) for target in services.rollout]
+        self.learner = LearnerClient(services.learner[0])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def all(self) -> list[tuple[coordinator_pb2.ServiceKind.ValueType, ServiceClient]]:
+        """Every client with its kind."""
+        return [
+            *((coordinator_pb2.SERVICE_KIND_ENVIRONMENT, client) for client in self.environments),
+            *((coordinator_pb2.SERVICE_KIND_ROLLOUT, client) for client in self.rollouts),
+            (coordinator_pb2.SERVICE_KIND_LEARNER, self.learner),
+        ]
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Waits until every server can answer. Raises `RunError` naming those that cannot and what was seen."""
+        missing = [
+            text for text in await run_all(self._wait(kind, client, timeout_s) for kind, client in self.all) if text
+        ]
+        if missing:
+            raise RunError(
+                f"not ready after timeouts.ready_s={timeout_s:g} s: {'; '.join(missing)}; check that it runs, that the "
+                "address is right and what its log says"
+            )
+
+    async def describe(self) -> Descriptions:
+        """Asks every server what it is. Raises `RunError`."""
+        try:
+            return Descriptions(
+                environments=await run_all(client.list_environments() for client in self.environments),
+                rollouts=await run_all(client.get_info() for client in self.rollouts),
+                learner=await self.learner.get_info(),
+            )
+        except RollwireError as error:
+            raise RunError(f"a server does not describe itself: {error}") from error
+
+    async def close(self) -> None:
+        """Closes all channels."""
+        await asyncio.gather(*(client.close() for _, client in self.all))
+
+    @staticmethod
+    async def _wait(kind: coordinator_pb2.ServiceKind.ValueType, client: ServiceClient, timeout_s: float) -> str:
+        """Returns an empty text once the server is ready, or what was seen when the time is over."""
+        if await client.wait_ready(timeout_s, READY_POLL_S):
+            return ""
+        try:
+            await _ask(client, timeout_s=5.0)
+            seen = "it answers calls, but its health service does not say SERVING"
+        except RollwireError as error:
+            seen = error.message
+        return f"{kind_name(kind)} server at {client.target} ({seen})"
+
+
+async def _ask(client: ServiceClient, timeout_s: float) -> None:
+    """Calls the read-only method by which a server describes itself. Raises `RollwireError`."""
+    if isinstance(client, EnvironmentClient):
+        await client.list_environments(timeout_s=timeout_s)
+    elif isinstance(client, RolloutClient | LearnerClient):
+        await client.get_info(timeout_s=timeout_s)
+
+
+def kind_name(kind: coordinator_pb2.ServiceKind.ValueType) -> str:
+    """Returns `environment`, `rollout`, `learner` or `coordinator`."""
+    return coordinator_pb2.ServiceKind.Name(kind).removeprefix("SERVICE_KIND_").lower()

@@ -1,0 +1,90 @@
+"""Checks before a run that its servers fit each other and the configuration. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.peers import Descriptions
+from rollwire.serving.config import RunConfig
+from rollwire.v1 import environment_pb2, learner_pb2, rollout_pb2
+
+
+def check_fit(config: RunConfig, found: Descriptions) -> None:
+    """Checks environments, model, tokenizer, lengths, capacity and loss.
+
+    Args:
+        config: The run, with the addresses of its servers.
+        found: What the servers say about themselves.
+
+    Raises:
+        RunError: The first thing that does not fit.
+    """
+    for target, catalogue in zip(config.services.environment, found.environments, strict=True):
+        _check_environments(config, target, catalogue)
+    for target, rollout in zip(config.services.rollout, found.rollouts, strict=True):
+        _check_rollout(config, target, rollout, found.learner)
+    _check_same_prompts(config.services.rollout, found.rollouts)
+    _check_learner(config, found.learner)
+
+
+def _check_environments(config: RunConfig, target: str, catalogue: environment_pb2.ListEnvironmentsResponse) -> None:
+    offered = sorted(description.tag for description in catalogue.environments)
+    for entry in config.environments:
+        if entry.tag not in offered:
+            raise RunError(
+                f"environments names the tag {entry.tag!r}, which the environment server at {target} does not offer; "
+                f"it offers {', '.join(offered)}. Define further tags under environment.definitions"
+            )
+
+
+def _check_rollout(
+    config: RunConfig,
+    target: str,
+    rollout: rollout_pb2.RolloutServiceGetInfoResponse,
+    learner: learner_pb2.LearnerServiceGetInfoResponse,
+) -> None:
+    here = f"the rollout server at {target}"
+    if rollout.model_architecture != learner.model_architecture:
+        raise RunError(
+            f"{here} has a {rollout.model_architecture}, the learner at {config.services.learner[0]} a "
+            f"{learner.model_architecture}; start both with the same model.path"
+        )
+    if learner.tokenizer_hash and rollout.tokenizer_hash != learner.tokenizer_hash:
+        raise RunError(
+            f"{here} has the tokenizer {rollout.tokenizer_hash[:12]}, the learner at {config.services.learner[0]} has "
+            f"{learner.tokenizer_hash[:12]}; start both with the same model.path"
+        )
+    if config.rollout.max_episode_tokens > rollout.max_sequence_tokens:
+        raise RunError(
+            f"rollout.max_episode_tokens is {config.rollout.max_episode_tokens}, but {here} holds at most "
+            f"{rollout.max_sequence_tokens} tokens in a sequence; lower it"
+        )
+    if config.batch.episodes_per_group > rollout.episode_capacity:
+        raise RunError(
+            f"batch.episodes_per_group is {config.batch.episodes_per_group}, but {here} runs at most "
+            f"{rollout.episode_capacity} episodes at once; lower it or raise rollout.max_episodes there"
+        )
+
+
+def _check_same_prompts(targets: Sequence[str], rollouts: Sequence[rollout_pb2.RolloutServiceGetInfoResponse]) -> None:
+    for target, rollout in zip(targets, rollouts, strict=True):
+        if rollout.template_hash != rollouts[0].template_hash:
+            raise RunError(
+                f"the rollout servers at {targets[0]} and {target} have different prompts or chat templates; "
+                "start them with the same configuration"
+            )
+
+
+def _check_learner(config: RunConfig, learner: learner_pb2.LearnerServiceGetInfoResponse) -> None:
+    here = f"the learner at {config.services.learner[0]}"
+    if config.rollout.max_episode_tokens > learner.max_sequence_tokens:
+        raise RunError(
+            f"rollout.max_episode_tokens is {config.rollout.max_episode_tokens}, but {here} trains at most "
+            f"{learner.max_sequence_tokens} tokens in a sample; lower it"
+        )
+    if config.algorithm.policy_loss not in learner.policy_losses:
+        raise RunError(
+            f"algorithm.policy_loss is {config.algorithm.policy_loss}, but {here} has only "
+            f"{', '.join(learner.policy_losses)}"
+        )

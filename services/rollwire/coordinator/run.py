@@ -1,0 +1,146 @@
+"""One run from its directory to its summary: connects the servers, drives the loop, exports, ends cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from rollwire.coordinator.assemble import build_parts
+from rollwire.coordinator.budgets import Budgets
+from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.ledger import Ledger
+from rollwire.coordinator.loop import StepLoop, Totals
+from rollwire.coordinator.peers import Peers
+from rollwire.coordinator.preflight import check_fit
+from rollwire.coordinator.run_dir import RunDir
+from rollwire.coordinator.service import CoordinatorServer
+from rollwire.coordinator.status import RunStatus
+from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.ids import new_id
+from rollwire.rpc.versions import version_text
+from rollwire.serving.config import RunConfig
+from rollwire.serving.config.loader import dump_config
+from rollwire.serving.logs import get_logger
+from rollwire.serving.server import Binding, serving
+from rollwire.v1 import coordinator_pb2, learner_pb2, trajectory_pb2
+
+EXPORT_NAME: Final = "final"
+STATUS_GRACE_S: Final = 1.0
+
+_RUN_ID_CHARS: Final = 40
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run that ended well has to show.
+
+    Attributes:
+        totals: Samples, tokens and validations.
+        steps: Training steps made.
+        elapsed_s: Wall time from the start to the export.
+        export_path: Hugging Face directory on the learner's host.
+        stop_cause: Why it ended early; None when it made all steps.
+    """
+
+    totals: Totals
+    steps: int
+    elapsed_s: float
+    export_path: str
+    stop_cause: str | None
+
+
+async def run_training(
+    config: RunConfig,
+    run_dir: RunDir,
+    status: RunStatus,
+    *,
+    budgets: Budgets | None = None,
+    children: Callable[[], Mapping[str, int]] = dict,
+) -> RunSummary:
+    """Drives a run against running servers.
+
+    Args:
+        config: The run, with the addresses of its servers.
+        run_dir: Its directory.
+        status: Is kept up to date; its observer is told what happens.
+        budgets: Bounds of retries; None for the defaults.
+        children: Process ids of servers on this host by kind, for memory metrics.
+
+    Raises:
+        RunError: The run cannot go on; the text is for the user.
+    """
+    status.run_id = new_id(config.run.name[:_RUN_ID_CHARS])
+    structlog.contextvars.bind_contextvars(run=status.run_id)
+    async with AsyncExitStack() as stack:
+        ledger = await stack.enter_async_context(_ledger(config, run_dir, status))
+        peers = await stack.enter_async_context(Peers(config.services))
+        service = CoordinatorServer(status, peers)
+        await stack.enter_async_context(
+            serving(service, Binding(ready_file=run_dir.address_file), grace_s=STATUS_GRACE_S)
+        )
+        stack.callback(run_dir.address_file.unlink, missing_ok=True)
+        status.begin_phase("waiting for the servers")
+        await peers.wait_ready(config.timeouts.ready_s)
+        found = await peers.describe()
+        check_fit(config, found)
+        if found.learner.version.step:
+            status.notice(f"the learner is at {version_text(found.learner.version)}; the run goes on from there")
+        parts = build_parts(config, run_dir, status, ledger, peers, found, budgets or Budgets(), children, stack)
+        if status.stop_cause is None:
+            status.state = coordinator_pb2.RUN_STATE_RUNNING
+        loop = StepLoop(parts, found.learner.version, found.learner.digest)
+        await loop.run()
+        status.begin_phase("exporting")
+        path = await _export(peers, trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch))
+        return RunSummary(loop.totals, status.step, status.elapsed_s, path, status.stop_cause)
+
+
+@asynccontextmanager
+async def _ledger(config: RunConfig, run_dir: RunDir, status: RunStatus) -> AsyncIterator[Ledger]:
+    """Opens the ledger and records how the run ends."""
+    ledger = await Ledger.create(run_dir.path, status.run_id, config.run.name, dump_config(config), run_dir.created)
+    status.epoch = ledger.epoch
+    end = "failed"
+    try:
+        await ledger.set_state("running")
+        yield ledger
+        end = "finished" if status.stop_cause is None else "stopped"
+        status.state = coordinator_pb2.RUN_STATE_FINISHED
+    except asyncio.CancelledError:
+        end = "cancelled"
+        raise
+    finally:
+        if end in ("failed", "cancelled"):
+            status.state = coordinator_pb2.RUN_STATE_FAILED
+        with suppress(RunError):  # what ended the run says more than that the ledger cannot be written
+            await ledger.set_state(end)
+        await ledger.close()
+
+
+async def _export(peers: Peers, fence: trajectory_pb2.Fence) -> str:
+    """Makes the learner write its weights as a Hugging Face directory and returns the path on its host."""
+    try:
+        response = await _export_as(peers, fence, EXPORT_NAME)
+    except RollwireError as error:
+        raise RunError(
+            f"training is done, but the learner at {peers.learner.target} cannot export its weights: {error}"
+        ) from error
+    _log.info("exported", path=response.path, version=version_text(response.version), size_bytes=response.bytes)
+    return response.path
+
+
+async def _export_as(peers: Peers, fence: trajectory_pb2.Fence, name: str) -> learner_pb2.ExportResponse:
+    """Exports under a name, or under one of this run's own if an earlier run of the same learner took it."""
+    try:
+        return await peers.learner.export(learner_pb2.ExportRequest(fence=fence, name=name))
+    except RollwireError as error:
+        if error.reason != Reason.ALREADY_EXISTS:
+            raise
+        own = f"{name}-{fence.run_id}"
+        return await peers.learner.export(learner_pb2.ExportRequest(fence=fence, name=own))

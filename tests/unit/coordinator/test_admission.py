@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollwire.coordinator.admission import Admission
+
+
+def start_all(admission: Admission) -> list[int]:
+    return [admission.start() for _ in range(admission.free_places())]
+
+
+def test_without_staleness_a_step_is_exactly_its_groups_in_order() -> None:
+    admission = Admission(groups_per_step=3, max_staleness=0, max_steps=2)
+    assert start_all(admission) == [0, 1, 2]
+    admission.complete(2)
+    admission.complete(0)
+    assert admission.ready() is None
+    admission.complete(1)
+    assert admission.ready() == [0, 1, 2]
+    admission.take([0, 1, 2])
+    assert admission.free_places() == 0, "the learner trains: nothing starts before the new weights are out"
+    admission.advance()
+    assert start_all(admission) == [3, 4, 5]
+
+
+def test_with_staleness_rollouts_go_on_while_the_learner_trains() -> None:
+    admission = Admission(groups_per_step=2, max_staleness=1, max_steps=10)
+    assert start_all(admission) == [0, 1, 2, 3]
+    for index in (2, 0):
+        admission.complete(index)
+    assert admission.ready() == [0, 2], "in the order of completion among equally old groups"
+    admission.take([0, 2])
+    assert admission.running == 2
+    assert admission.free_places() == 0
+    admission.advance()
+    assert start_all(admission) == [4, 5]
+
+
+def test_a_straggler_is_waited_for_before_it_becomes_too_old() -> None:
+    admission = Admission(groups_per_step=1, max_staleness=2, max_steps=10)
+    assert start_all(admission) == [0, 1, 2]
+    admission.complete(0)
+    assert admission.ready() == [0]
+    admission.take([0])
+    admission.advance()
+    (fourth,) = start_all(admission)
+    admission.complete(fourth)
+    # 1 and 2 must be consumed at steps 1 and 2: nothing newer may go before them.
+    assert admission.ready() is None
+    admission.complete(1)
+    assert admission.ready() == [1]
+
+
+def test_a_dropped_group_is_replaced_by_the_next_index() -> None:
+    admission = Admission(groups_per_step=2, max_staleness=0, max_steps=1)
+    start_all(admission)
+    admission.drop(0)
+    assert start_all(admission) == [2]
+    admission.complete(1)
+    admission.complete(2)
+    assert admission.ready() == [1, 2]
+
+
+def test_nothing_is_started_beyond_the_last_step() -> None:
+    admission = Admission(groups_per_step=2, max_staleness=5, max_steps=2)
+    assert len(start_all(admission)) == 4
+
+
+def test_starting_without_a_place_is_a_bug() -> None:
+    admission = Admission(groups_per_step=1, max_staleness=0, max_steps=1)
+    admission.start()
+    with pytest.raises(AssertionError):
+        admission.start()
+
+
+@given(
+    per_step=st.integers(1, 4),
+    staleness=st.integers(0, 4),
+    chance_of_a_drop=st.sampled_from([0.0, 0.2]),
+    order=st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_order_of_events_ends_the_run_within_the_bounds(
+    per_step: int, staleness: int, chance_of_a_drop: float, order: random.Random
+) -> None:
+    """Groups complete or fail in any order, also while a batch is in work; I5 and the admission bound always hold."""
+    max_steps = 8
+    admission = Admission(per_step, staleness, max_steps)
+    started_at: dict[int, int] = {}
+    running: list[int] = []
+    consumed: list[int] = []
+    taken: list[int] = []
+    dropped = 0
+    while admission.step < max_steps:
+        for index in start_all(admission):
+            assert index not in started_at
+            started_at[index] = admission.step
+            running.append(index)
+        assert len(started_at) - dropped == min(staleness + admission.step + 1, max_steps) * per_step
+        batch = None if taken else admission.ready()
+        choices = ["finish"] * bool(running) + ["take"] * (batch is not None) + ["advance"] * bool(taken)
+        match order.choice(choices):  # never empty: the run cannot get stuck
+            case "finish":
+                index = running.pop(order.randrange(len(running)))
+                if order.random() < chance_of_a_drop:
+                    admission.drop(index)
+                    dropped += 1
+                else:
+                    admission.complete(index)
+            case "take":
+                assert batch is not None and batch == sorted(batch) and len(batch) == per_step
+                assert all(0 <= admission.step - started_at[index] <= staleness for index in batch), "I5"
+                admission.take(batch)
+                taken = batch
+            case "advance":
+                admission.advance()
+                consumed.extend(taken)
+                taken = []
+    assert len(consumed) == len(set(consumed)) == max_steps * per_step

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.peers import Descriptions
+from rollwire.coordinator.preflight import check_fit
+from rollwire.serving.config import RunConfig
+from rollwire.v1 import environment_pb2, learner_pb2, rollout_pb2
+
+CONFIG = RunConfig.model_validate(
+    {
+        "rollout": {"max_episode_tokens": 512},
+        "services": {"environment": ["h:1"], "rollout": ["h:2", "h:3"], "learner": ["h:4"]},
+    }
+)
+
+
+def rollout() -> rollout_pb2.RolloutServiceGetInfoResponse:
+    return rollout_pb2.RolloutServiceGetInfoResponse(
+        model_architecture="Qwen2ForCausalLM",
+        tokenizer_hash="a" * 64,
+        template_hash="b" * 64,
+        max_sequence_tokens=1024,
+        episode_capacity=64,
+    )
+
+
+def descriptions() -> Descriptions:
+    tags = [environment_pb2.EnvironmentDescription(tag=tag) for tag in ("FrozenLake", "FrozenLakeThink")]
+    return Descriptions(
+        environments=[environment_pb2.ListEnvironmentsResponse(environments=tags)],
+        rollouts=[rollout(), rollout()],
+        learner=learner_pb2.LearnerServiceGetInfoResponse(
+            model_architecture="Qwen2ForCausalLM",
+            tokenizer_hash="a" * 64,
+            max_sequence_tokens=1024,
+            policy_losses=["ppo_clip"],
+        ),
+    )
+
+
+def test_servers_that_fit_pass() -> None:
+    check_fit(CONFIG, descriptions())
+    without_tokenizer = descriptions()
+    without_tokenizer.learner.tokenizer_hash = ""
+    check_fit(CONFIG, without_tokenizer)
+
+
+Spoil = Callable[[Descriptions], object]
+SPOILS: dict[str, Spoil] = {
+    "tag 'FrozenLake', which the environment server at h:1 does not offer; it offers FrozenLakeThink": lambda found: (
+        found.environments[0].environments.pop(0)
+    ),
+    "at h:3 has a Llama, the learner at h:4 a Qwen2ForCausalLM": lambda found: setattr(
+        found.rollouts[1], "model_architecture", "Llama"
+    ),
+    "at h:2 has the tokenizer cccccccccccc": lambda found: setattr(found.rollouts[0], "tokenizer_hash", "c" * 64),
+    "max_episode_tokens is 512, but the rollout server at h:3 holds at most 511": lambda found: setattr(
+        found.rollouts[1], "max_sequence_tokens", 511
+    ),
+    "max_episode_tokens is 512, but the learner at h:4 trains at most 500": lambda found: setattr(
+        found.learner, "max_sequence_tokens", 500
+    ),
+    "episodes_per_group is 8, but the rollout server at h:2 runs at most 7": lambda found: setattr(
+        found.rollouts[0], "episode_capacity", 7
+    ),
+    "at h:2 and h:3 have different prompts": lambda found: setattr(found.rollouts[1], "template_hash", "z" * 64),
+    "policy_loss is ppo_clip, but the learner at h:4 has only cispo": lambda found: (
+        found.learner.policy_losses.__setitem__(0, "cispo")
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SPOILS)
+def test_what_does_not_fit_is_named(text: str) -> None:
+    found = descriptions()
+    SPOILS[text](found)
+    with pytest.raises(RunError, match=text):
+        check_fit(CONFIG, found)
