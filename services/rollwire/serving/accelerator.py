@@ -18,6 +18,8 @@ DEVICE_TYPES: Final = ("cpu", "cuda", "npu")
 _AUTO_ATTENTION: Final[dict[str, str | None]] = {"cpu": None, "cuda": None, "npu": None}
 # Ascend computes float64 on the host, if at all.
 _NO_FLOAT64: Final = ("npu",)
+# Where torch's own AdamW has a fused kernel.
+_FUSED_OPTIMIZER: Final = ("cpu", "cuda")
 _PACKAGE: Final = {"cuda": "a CUDA build of torch", "npu": "torch-npu"}
 
 
@@ -31,6 +33,7 @@ class Accelerator:
         threads: Threads of one operation on the CPU.
         deterministic: True if only deterministic kernels run.
         wide: Widest floating-point type that the device computes quickly, for sums over a vocabulary.
+        fused_optimizer: Whether torch's optimizers are asked for their fused kernel.
     """
 
     device: torch.device
@@ -38,6 +41,7 @@ class Accelerator:
     threads: int
     deterministic: bool
     wide: torch.dtype
+    fused_optimizer: bool
 
 
 def select_device(setting: str) -> torch.device:
@@ -92,6 +96,7 @@ def prepare(
         threads=torch.get_num_threads(),
         deterministic=deterministic,
         wide=torch.float32 if chosen.type in _NO_FLOAT64 else torch.float64,
+        fused_optimizer=chosen.type in _FUSED_OPTIMIZER,
     )
     _log.info(
         "accelerator",

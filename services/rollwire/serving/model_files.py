@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _WEIGHT_FILES: Final = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER_FILES: Final = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _SHOWN_NAMES: Final = 3
 
 
@@ -104,6 +105,11 @@ def load_tokenizer(section: ModelSection) -> Any:
         ServeError: There is no usable tokenizer or no chat template.
     """
     source = model_source(section)
+    if not _has_tokenizer(source):
+        raise ServeError(
+            f"model.path is {section.path!r}: the directory holds no tokenizer; copy tokenizer.json and "
+            "tokenizer_config.json there"
+        )
     from transformers import AutoTokenizer
 
     try:
@@ -124,6 +130,8 @@ def load_tokenizer(section: ModelSection) -> Any:
 def find_tokenizer(section: ModelSection) -> Any | None:
     """Loads the tokenizer as it is, with or without a chat template; None when the model comes without one."""
     source = model_source(section)
+    if not _has_tokenizer(source):
+        return None
     from transformers import AutoTokenizer
 
     try:
@@ -150,6 +158,12 @@ def template_hash(chat_template: str, prompt_texts: Iterable[str]) -> str:
     """Returns SHA-256 (hex) of the chat template and the prompt templates, in the order given."""
     canonical = json.dumps([chat_template, *prompt_texts], ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _has_tokenizer(source: str) -> bool:
+    """Tells whether there are tokenizer files; without any, transformers 5 makes up an empty tokenizer."""
+    directory = Path(source)
+    return not directory.is_dir() or any(found for pattern in _TOKENIZER_FILES for found in directory.glob(pattern))
 
 
 def _read_template(path: Path) -> str:

@@ -1,0 +1,142 @@
+"""What the rollout server needs of an inference engine: token ids in, token ids, log-probabilities and version out.
+
+An engine knows nothing of text, episodes, fences or admission. The rest of the server guarantees it two things: weights
+are loaded only while nothing is being generated, and a cache key is used by one generation at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollwire.rpc.weight_stream import HostTensor, TensorLayout
+from rollwire.v1 import trajectory_pb2, weights_pb2
+
+
+class GenerationError(Exception):
+    """The engine failed on one generation; the text is one line without server paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn, all defaults resolved.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 is greedy, the lowest id among equals.
+        top_p: Nucleus mass in (0, 1]; 1 is off. Applied after `top_k`, to the renormalised distribution.
+        top_k: Number of most probable tokens kept; 0 is off.
+        max_tokens: Most tokens drawn.
+        stop_token_ids: Tokens that end the generation; the one drawn is part of the output.
+        logprob_mode: Which distribution log-probabilities belong to.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    logprob_mode: trajectory_pb2.LogprobMode.ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One generation.
+
+    Attributes:
+        token_ids: Prompt, at least one token, shorter than `length_limit_tokens`.
+        sampling: How tokens are drawn.
+        seed: Determines every draw together with its position, whatever else runs.
+        length_limit_tokens: Prompt and output together never exceed this.
+        cache_key: Names the prefix that a following generation extends; empty means that none will.
+        stream: Deliver tokens as they are drawn; otherwise one piece at the end.
+    """
+
+    token_ids: Sequence[int]
+    sampling: Sampling
+    seed: int
+    length_limit_tokens: int
+    cache_key: str = ""
+    stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens drawn since the last piece.
+
+    Attributes:
+        token_ids: The tokens.
+        logprobs: Natural-log probability of each, as long as `token_ids`.
+        version: Weights that drew them.
+        stop_reason: Set in the last piece, else STOP_REASON_UNSPECIFIED.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    version: weights_pb2.WeightVersion
+    stop_reason: trajectory_pb2.StopReason.ValueType
+
+
+@dataclass(frozen=True)
+class EngineDescription:
+    """Facts that do not change while an engine lives.
+
+    Attributes:
+        name: Name of the engine, as in `rollout.engine`.
+        architecture: Model architecture as transformers names it.
+        device: `cpu`, `cuda` or `npu`.
+        dtype: Element type that it computes in.
+        vocabulary_size: Valid token ids are 0 to this minus 1.
+        max_sequence_tokens: Longest sequence, prompt and output together.
+        max_concurrent_sequences: Sequences decoded together.
+    """
+
+    name: str
+    architecture: str
+    device: str
+    dtype: weights_pb2.DataType.ValueType
+    vocabulary_size: int
+    max_sequence_tokens: int
+    max_concurrent_sequences: int
+
+
+class Engine(Protocol):
+    """An inference engine with one set of weights."""
+
+    @property
+    def description(self) -> EngineDescription:
+        """The engine's facts."""
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens drawn since the engine started."""
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        """Returns the layout of every tensor that `load_weights` needs, by name."""
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Piece, None]:
+        """Continues a sequence; closing the iterator early aborts the generation.
+
+        Raises:
+            GenerationError: The engine failed on this generation.
+        """
+
+    def release(self, cache_key: str) -> None:
+        """Frees the prefix that was kept under a key; unknown keys are ignored."""
+
+    async def abort_all(self) -> None:
+        """Ends all generations with STOP_REASON_ABORTED; returns when the last one has ended."""
+
+    async def load_weights(self, version: weights_pb2.WeightVersion, tensors: Mapping[str, HostTensor]) -> bytes:
+        """Replaces all weights in place and forgets every kept prefix.
+
+        Args:
+            version: Version that the weights are.
+            tensors: Exactly the tensors of `layouts`.
+
+        Returns:
+            `WeightManifest.digest` (32 bytes), computed from what the engine now holds.
+        """
+
+    async def close(self) -> None:
+        """Aborts what runs and frees the device."""

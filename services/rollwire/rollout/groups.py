@@ -1,0 +1,68 @@
+"""Groups: how many episodes run at once, and the stream of their results."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Final
+
+from rollwire.rollout.episode import EpisodeRunner
+from rollwire.rollout.requests import GroupPlan
+from rollwire.rpc.errors import Reason, exhausted
+from rollwire.v1 import rollout_pb2
+
+# Part of the call's deadline that is kept back, so that episodes which run out of time are still reported.
+_REPORT_SHARE: Final = 0.1
+_REPORT_S: Final = 1.0
+
+
+class GroupRunner:
+    """Plays groups.
+
+    Args:
+        runner: Plays one episode.
+        capacity: Episodes that may run at once.
+
+    Attributes:
+        running_episodes: Episodes running now.
+        capacity: As given.
+    """
+
+    def __init__(self, runner: EpisodeRunner, capacity: int) -> None:
+        self._runner = runner
+        self.capacity = capacity
+        self.running_episodes = 0
+
+    async def play(self, plan: GroupPlan, remaining_s: float) -> AsyncGenerator[rollout_pb2.RunGroupResponse, None]:
+        """Yields exactly one result per planned episode, as they end; closing early cancels those still played.
+
+        Args:
+            plan: The group.
+            remaining_s: Time until the call's deadline.
+
+        Raises:
+            RollwireError: RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED`.
+        """
+        asked = len(plan.indices)
+        if self.running_episodes + asked > self.capacity:
+            raise exhausted(
+                Reason.EPISODES_EXHAUSTED,
+                f"{self.running_episodes} episodes are running and {asked} more were asked for; allowed: "
+                f"{self.capacity} (rollout.max_episodes); ask again when some have ended",
+                1.0,
+                running=str(self.running_episodes),
+                capacity=str(self.capacity),
+            )
+        timeout_s = remaining_s - min(_REPORT_S, remaining_s * _REPORT_SHARE)
+        if plan.episode_timeout_s is not None:
+            timeout_s = min(timeout_s, plan.episode_timeout_s)
+        self.running_episodes += asked
+        tasks = [asyncio.create_task(self._runner.play(plan, index, timeout_s)) for index in plan.indices]
+        try:
+            for result in asyncio.as_completed(tasks):
+                yield await result
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.running_episodes -= asked

@@ -1,0 +1,145 @@
+"""The rollout server as `rollwire serve rollout` runs it: loads the model, builds the parts, reports ready."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any, Final
+
+import grpc.aio
+
+from rollwire.rollout.chat import ChatEncoder
+from rollwire.rollout.engines.transformers_engine import TransformersEngine
+from rollwire.rollout.environments import EnvironmentPool
+from rollwire.rollout.episode import EpisodeRunner, Hashes
+from rollwire.rollout.groups import GroupRunner
+from rollwire.rollout.policy import Policy
+from rollwire.rollout.prompts import SYSTEM_TEMPLATE, TURN_TEMPLATE, PromptTemplates
+from rollwire.rollout.requests import Limits
+from rollwire.rollout.servicer import Parts, RolloutServicer
+from rollwire.rollout.sessions import SessionOpener
+from rollwire.rollout.weights import WeightUpdater
+from rollwire.rpc.deadlines import deadline_s
+from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
+from rollwire.serving.accelerator import Accelerator, prepare
+from rollwire.serving.config.models import RunConfig
+from rollwire.serving.model_files import load_model, load_tokenizer, template_hash, tokenizer_hash
+from rollwire.serving.model_tensors import SERVING_TYPES
+from rollwire.serving.server import Readiness, ServeError
+from rollwire.v1 import rollout_pb2_grpc
+
+# The environment server answers within its own limit; the network gets this much on top.
+_STEP_MARGIN_S: Final = 5.0
+# The decoding thread gives up the interpreter lock at every operation of torch. With Python's 5 ms it would wait that
+# long to get it back whenever the event loop is busy.
+_SWITCH_INTERVAL_S: Final = 0.0005
+
+
+class RolloutServer:
+    """A `serving.server.Service` that plays episodes with the configured model.
+
+    It is ready once the model is loaded, so that weights can be pushed; before the first `UpdateWeights` it generates
+    nothing.
+
+    Args:
+        config: The run's configuration.
+    """
+
+    full_name = "rollwire.v1.RolloutService"
+    message_bytes = INTERNAL_MESSAGE_BYTES
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._servicer = RolloutServicer()
+        self._opener: SessionOpener | None = None
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """See `Service`."""
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self._servicer, server)
+
+    async def start(self, readiness: Readiness) -> None:
+        """Loads the model.
+
+        Raises:
+            ServeError: Model, tokenizer or templates cannot be used.
+        """
+        config = self._config
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        prompts = _templates(config)
+        accelerator, tokenizer, model = await asyncio.to_thread(_load, config)
+        encoder = ChatEncoder(tokenizer)
+        engine = TransformersEngine(
+            model,
+            accelerator,
+            max_sequence_tokens=config.rollout.max_episode_tokens,
+            max_concurrent_sequences=config.rollout.max_concurrent_sequences,
+        )
+        hashes = Hashes(
+            tokenizer_hash(tokenizer), template_hash(tokenizer.chat_template, [prompts.system, prompts.turn])
+        )
+        policy, pool = Policy(engine), EnvironmentPool()
+        self._opener = SessionOpener(pool, _step_timeout_s(config))
+        runner = EpisodeRunner(policy, self._opener, encoder, prompts, hashes)
+        limits = Limits(
+            vocabulary_size=engine.description.vocabulary_size,
+            max_sequence_tokens=engine.description.max_sequence_tokens,
+            end_token_ids=_end_token_ids(model, tokenizer, encoder),
+            environment_targets=tuple(config.services.environment),
+        )
+        self._servicer.parts = Parts(
+            policy=policy,
+            updater=WeightUpdater(policy),
+            groups=GroupRunner(runner, config.rollout.max_episodes),
+            pool=pool,
+            limits=limits,
+            hashes=hashes,
+            # A kept prefix changes the last bits of what follows, so in a deterministic run callers get none.
+            keep_prefixes=not accelerator.deterministic,
+        )
+        await readiness.set(True)
+
+    async def close(self) -> None:
+        """See `Service`."""
+        parts = self._servicer.parts
+        if parts is not None and self._opener is not None:
+            await parts.updater.close()
+            await self._opener.finish()
+            await parts.pool.close()
+            await parts.policy.engine.close()
+
+
+def _load(config: RunConfig) -> tuple[Accelerator, Any, Any]:
+    accelerator = prepare(
+        device=config.device,
+        attention=config.model.attention,
+        torch_threads=config.rollout.torch_threads,
+        deterministic=config.run.deterministic,
+    )
+    tokenizer = load_tokenizer(config.model)
+    dtype = SERVING_TYPES[config.model.dtype]
+    return accelerator, tokenizer, load_model(config.model, dtype, accelerator.device, accelerator.attention)
+
+
+def _templates(config: RunConfig) -> PromptTemplates:
+    system, turn = config.rollout.system_prompt, config.rollout.turn_template
+    try:
+        return PromptTemplates(
+            system=SYSTEM_TEMPLATE if system is None else system, turn=TURN_TEMPLATE if turn is None else turn
+        )
+    except ValueError as error:
+        raise ServeError(f"rollout.turn_template: {error}") from error
+
+
+def _end_token_ids(model: Any, tokenizer: Any, encoder: ChatEncoder) -> frozenset[int]:
+    """Returns the model's own end tokens, and the one that ends an assistant message in its chat template."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    found = set(configured if isinstance(configured, list) else [configured])
+    return frozenset(
+        token for token in found | {tokenizer.eos_token_id, encoder.end_of_turn_id} if isinstance(token, int)
+    )
+
+
+def _step_timeout_s(config: RunConfig) -> float:
+    """Returns the longest time that any configured environment may take for a step, and a margin."""
+    configured = [definition.step_timeout_s for definition in config.environment.definitions.values()]
+    return max([deadline_s("/rollwire.v1.EnvironmentService/Step"), *configured]) + _STEP_MARGIN_S

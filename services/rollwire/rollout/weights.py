@@ -1,0 +1,157 @@
+"""Weight updates: fetch beside the live weights, verify, close the gate, drain, load, compare, open the gate.
+
+Until loading begins any fault leaves the old version serving. The states are in `weight_states.py`; this shell does
+the I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+
+from rollwire.client.learner import LearnerClient
+from rollwire.rollout.policy import Policy
+from rollwire.rollout.weight_states import Begin, Phase, Served
+from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.versions import version_text
+from rollwire.rpc.weight_stream import HostTensor, WeightAssembler
+from rollwire.serving.logs import get_logger
+from rollwire.v1 import learner_pb2, weights_pb2
+
+_log = get_logger(__name__)
+DRAIN_S: Final = 10.0
+"""Time that running generations get to finish; then they are aborted, and episodes draw those turns again."""
+# Errors of the source that a reader of this server's errors can act on; others mean that it cannot be used.
+_PASSED_ON: Final = (Reason.UNKNOWN_VERSION, Reason.WEIGHTS_CORRUPT, Reason.WEIGHTS_MISMATCH)
+
+
+@dataclass(frozen=True)
+class Update:
+    """An activated version.
+
+    Attributes:
+        served: Version and digest.
+        received_bytes: Payload fetched.
+        fetch_s: Time from the request to verified host memory.
+        pause_s: Time during which no generation was admitted.
+    """
+
+    served: Served
+    received_bytes: int = 0
+    fetch_s: float = 0.0
+    pause_s: float = 0.0
+
+
+class WeightUpdater:
+    """Carries out updates of one policy, one at a time.
+
+    Args:
+        policy: Whose weights.
+        drain_s: Time that running generations get to finish.
+    """
+
+    def __init__(self, policy: Policy, *, drain_s: float = DRAIN_S) -> None:
+        self._policy = policy
+        self._drain_s = drain_s
+        self._task: asyncio.Task[Update] | None = None
+
+    async def update(self, version: weights_pb2.WeightVersion, target: str, timeout_s: float) -> Update:
+        """Activates a version.
+
+        A caller that goes away does not stop the update; one that asks for the same version joins it.
+
+        Args:
+            version: Version wanted.
+            target: `host:port` of the learner that has it.
+            timeout_s: Longest time for fetching.
+
+        Raises:
+            RollwireError: As `RolloutService.UpdateWeights` says.
+        """
+        states = self._policy.states
+        begin = states.begin(version)
+        if begin is Begin.ALREADY_ACTIVE:
+            assert states.active is not None
+            return Update(states.active)
+        if begin is Begin.START:
+            self._task = asyncio.create_task(self._carry_out(version, target, timeout_s))
+        assert self._task is not None
+        return await asyncio.shield(self._task)
+
+    async def close(self) -> None:
+        """Ends an update in progress."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _carry_out(self, version: weights_pb2.WeightVersion, target: str, timeout_s: float) -> Update:
+        start_s = time.monotonic()
+        states = self._policy.states
+        try:
+            assembler = await self._fetch(version, target, timeout_s)
+            fetched_s = time.monotonic()
+            states.verified()
+            served, pause_s = await self._swap(version, assembler.tensors(), assembler.digest)
+        except BaseException as error:
+            if states.phase is not Phase.IDLE:
+                states.failed()
+            serving = version_text(states.active.version) if states.active is not None else "nothing"
+            _log.warning("weight update failed", version=version_text(version), still_serving=serving, error=str(error))
+            raise
+        update = Update(served, assembler.received_bytes, fetched_s - start_s, pause_s)
+        _log.info(
+            "weights active",
+            version=version_text(version),
+            digest=served.digest.hex()[:16],
+            received_bytes=update.received_bytes,
+            fetch_s=round(update.fetch_s, 4),
+            pause_s=round(pause_s, 4),
+        )
+        return update
+
+    async def _fetch(self, version: weights_pb2.WeightVersion, target: str, timeout_s: float) -> WeightAssembler:
+        """Receives and verifies the stream."""
+        assembler = WeightAssembler(self._policy.engine.layouts(), version)
+        request = learner_pb2.FetchWeightsRequest(
+            version=version, accepted_encodings=[weights_pb2.TENSOR_ENCODING_FULL]
+        )
+        try:
+            async with LearnerClient(target) as learner:
+                async for message in learner.fetch_weights(request, timeout_s=timeout_s):
+                    # Checksums of a mebibyte, and at the end the digests of everything: not on the event loop.
+                    await asyncio.to_thread(assembler.feed, message)
+        except RollwireError as error:
+            if error.reason in _PASSED_ON:
+                raise
+            raise RollwireError(
+                grpc.StatusCode.UNAVAILABLE,
+                Reason.WEIGHT_SOURCE_UNAVAILABLE,
+                f"fetching {version_text(version)} from {target} failed after {assembler.received_bytes} bytes: "
+                f"{error.message}",
+                metadata={"target": target},
+                retry_after_s=1.0,
+            ) from error
+        assembler.tensors()
+        return assembler
+
+    async def _swap(
+        self, version: weights_pb2.WeightVersion, tensors: Mapping[str, HostTensor], expected: bytes
+    ) -> tuple[Served, float]:
+        """Replaces the engine's weights while nothing generates; returns what serves and how long the gate was shut."""
+        policy = self._policy
+        closed_s = time.monotonic()
+        policy.close_gate()
+        try:
+            if not await policy.drain(self._drain_s):
+                await policy.engine.abort_all()
+            policy.states.loading()
+            held = await policy.engine.load_weights(version, tensors)
+            served = policy.states.loaded(held, expected)
+        finally:
+            policy.open_gate()
+        return served, time.monotonic() - closed_s
