@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollwire.learner.batching import micro_batches, optimizer_step_split, padded_tokens
@@ -12,6 +12,7 @@ from rollwire.learner.batching import micro_batches, optimizer_step_split, padde
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**64 - 1))
 def test_every_sample_is_in_exactly_one_optimizer_step(samples: int, steps: int, seed: int) -> None:
     split = optimizer_step_split(samples, steps, seed)
@@ -27,6 +28,7 @@ def test_the_seed_decides_the_split() -> None:
     assert optimizer_step_split(64, 2, seed=1) != optimizer_step_split(64, 2, seed=2)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 1000), st.integers(0, 300))
 def test_micro_batches_cover_every_sample_once_within_the_budget(lengths: list[int], budget: int, cost: int) -> None:
     batches = micro_batches(lengths, budget, cost)
@@ -39,6 +41,7 @@ def test_micro_batches_cover_every_sample_once_within_the_budget(lengths: list[i
     assert batches == micro_batches(lengths, budget, cost)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(1, 40), st.integers(0, 20))
 def test_no_other_division_of_the_sorted_samples_is_cheaper(lengths: list[int], budget: int, cost: int) -> None:
     def work(batches: list[list[int]]) -> int:

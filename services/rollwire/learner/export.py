@@ -1,0 +1,97 @@
+"""Writes a published version as a Hugging Face directory: completely or not at all.
+
+The weights are those of a snapshot, hence in the serving dtype (`model.dtype`): what is exported is bit for bit what
+the rollout servers played with.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from rollwire.learner.publish import Snapshot
+from rollwire.rpc.errors import Reason, precondition
+from rollwire.rpc.versions import version_text
+from rollwire.serving.logs import get_logger
+from rollwire.serving.model_tensors import TORCH_TYPES
+from rollwire.v1 import learner_pb2
+
+_log = get_logger(__name__)
+_RECORD: Final = "rollwire.json"
+"""File in an export that says which version it holds."""
+
+
+class Exporter:
+    """Exports below one directory.
+
+    Args:
+        root: Directory that exports are created in.
+        model: Gives architecture, configuration and generation configuration.
+        tokenizer: Written beside the weights, with its chat template; None when the model has none.
+        serving_dtype: Element type of the snapshots' floating-point weights.
+    """
+
+    def __init__(self, root: Path, model: Any, tokenizer: Any | None, serving_dtype: torch.dtype) -> None:
+        self._root = root
+        self._model = model
+        self._tokenizer = tokenizer
+        self._dtype = serving_dtype
+
+    def export(self, snapshot: Snapshot, name: str) -> learner_pb2.ExportResponse:
+        """Writes a snapshot to `root/name`; does nothing when it is there already.
+
+        Raises:
+            RollwireError: FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds something else.
+        """
+        target = (self._root / name).resolve()
+        if not target.exists():
+            # No export can have this name, since names begin with a letter or digit.
+            partial = target.with_name(f".{name}.partial")
+            if partial.exists():
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+            self._write(snapshot, partial)
+            partial.rename(target)
+            _log.info("exported", path=str(target), version=version_text(snapshot.version))
+        elif _recorded(target) != _record(snapshot):
+            raise precondition(
+                Reason.ALREADY_EXISTS,
+                f"the export {name} exists and holds another version than {version_text(snapshot.version)}; "
+                "choose another name",
+                name=name,
+                version=version_text(snapshot.version),
+            )
+        size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+        return learner_pb2.ExportResponse(path=str(target), version=snapshot.version, bytes=size)
+
+    def _write(self, snapshot: Snapshot, directory: Path) -> None:
+        tensors = {
+            name: torch.frombuffer(tensor.data, dtype=TORCH_TYPES[tensor.dtype]).reshape(tensor.shape)
+            for name, tensor in snapshot.tensors.items()
+        }
+        self._model.save_pretrained(directory, state_dict=tensors)
+        # save_pretrained notes the element type of the masters; readers that follow the configuration need the files'.
+        config = copy.deepcopy(self._model.config)
+        config.dtype = self._dtype
+        config.save_pretrained(directory)
+        if self._tokenizer is not None:
+            self._tokenizer.save_pretrained(directory)
+        (directory / _RECORD).write_text(json.dumps(_record(snapshot), indent=1))
+
+
+def _record(snapshot: Snapshot) -> dict[str, str]:
+    return {"version": version_text(snapshot.version), "digest": snapshot.manifest.digest.hex()}
+
+
+def _recorded(directory: Path) -> dict[str, str] | None:
+    """Returns what an export says about itself; None for a directory that is no export."""
+    try:
+        found = json.loads((directory / _RECORD).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,131 @@
+"""Everything that touches torch, as one object used from one thread: train, score, publish."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rollwire.learner.batching import Budget
+from rollwire.learner.metrics import finite
+from rollwire.learner.model import Policy, load_policy
+from rollwire.learner.optimizer import PolicyOptimizer
+from rollwire.learner.publish import Snapshot, take_snapshot
+from rollwire.learner.samples import Sample, ScoredSequence
+from rollwire.learner.scoring import PerToken, score
+from rollwire.learner.step import StepSettings, train_step
+from rollwire.serving.accelerator import Accelerator
+from rollwire.serving.config.models import RunConfig
+from rollwire.serving.model_tensors import SERVING_TYPES, layouts
+from rollwire.v1 import weights_pb2
+
+# What a forward and backward pass costs beside its tokens: Python on a CPU, kernel launches on an accelerator.
+_PASS_COST_TOKENS_CPU: Final = 128
+_PASS_COST_TOKENS_ACCELERATOR: Final = 2048
+
+
+class InterruptedWorkError(Exception):
+    """The server is going away; the work in progress was abandoned."""
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """The result of a training step.
+
+    Attributes:
+        snapshot: The new weights, published form.
+        metrics: Finite values by name.
+        duration_s: Wall time of training and publishing.
+    """
+
+    snapshot: Snapshot
+    metrics: dict[str, float]
+    duration_s: float
+
+
+class Trainer:
+    """The policy with its optimizer. Not thread-safe: all methods but `interrupt` run in one thread.
+
+    Attributes:
+        policy: The model.
+        version: The version that the weights are.
+        changed: True from the first applied optimizer step of a training step until that step has completed: after an
+            error in between the weights are those of no version.
+    """
+
+    def __init__(self, policy: Policy, config: RunConfig, *, fused: bool) -> None:
+        self.policy = policy
+        self.version = weights_pb2.WeightVersion()
+        self.changed = False
+        self._stop = threading.Event()
+        self._dtype = SERVING_TYPES[config.model.dtype]
+        layouts(policy.model, self._dtype)  # refuses a model that cannot be published
+        self._optimizer = PolicyOptimizer(
+            policy.model,
+            config.learner.optimizer,
+            config.run.max_steps * config.learner.optimizer_steps_per_batch,
+            fused=fused,
+        )
+        on_cpu = policy.device.type == "cpu"
+        self._budget = Budget(
+            config.learner.micro_batch_tokens,
+            _PASS_COST_TOKENS_CPU if on_cpu else _PASS_COST_TOKENS_ACCELERATOR,
+            self._check_stop,
+        )
+
+    def interrupt(self) -> None:
+        """Makes work in progress end before its next forward pass; may be called from any thread."""
+        self._stop.set()
+
+    def publish(self, version: weights_pb2.WeightVersion) -> Snapshot:
+        """Names the present weights `version` and copies them."""
+        snapshot = take_snapshot(self.policy.model, version, self._dtype)
+        self.version = version
+        return snapshot
+
+    def train(
+        self, samples: Sequence[Sample], settings: StepSettings, version: weights_pb2.WeightVersion
+    ) -> TrainedStep:
+        """Trains on a batch and publishes the result as `version`.
+
+        Raises:
+            InterruptedWorkError: `interrupt` was called.
+        """
+        started = time.perf_counter()
+        applied_before = self._optimizer.applied
+        try:
+            metrics = train_step(self.policy, self._optimizer, samples, settings, self._budget)
+            trained = time.perf_counter()
+            snapshot = self.publish(version)
+        except BaseException:
+            self._optimizer.discard_gradients()
+            self.changed = self._optimizer.applied > applied_before
+            raise
+        ended = time.perf_counter()
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        metrics |= {
+            "time/actor_train/train_step/total": trained - started,
+            "time/actor_train/publish/total": ended - trained,
+            "actor_train/tokens": float(tokens),
+            "actor_train/tokens_per_second": tokens / (trained - started),
+        }
+        return TrainedStep(snapshot, finite(metrics), ended - started)
+
+    def score(self, sequences: Sequence[ScoredSequence], temperature: float) -> list[tuple[PerToken, PerToken]]:
+        """Returns log-probabilities and entropies of each sequence under the present weights, see `scoring.score`."""
+        return score(self.policy, sequences, temperature, self._budget)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise InterruptedWorkError("the learner is shutting down")
+
+
+def load_trainer(config: RunConfig, accelerator: Accelerator) -> Trainer:
+    """Loads the policy and prepares its optimizer.
+
+    Raises:
+        ServeError: The model cannot be trained or published.
+    """
+    return Trainer(load_policy(config, accelerator), config, fused=accelerator.fused_optimizer)

@@ -1,0 +1,158 @@
+"""FetchWeights and Export: what was trained is what arrives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import transformers
+
+from rollwire.policies import resolve
+from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.weight_stream import WeightAssembler
+from rollwire.serving.model_tensors import SERVING_TYPES, copy_all_in, held_digest, layouts
+from rollwire.v1 import learner_pb2, weights_pb2
+
+FENCE = {"run_id": "run", "epoch": 1}
+
+
+async def train(client: Any, samples: list[learner_pb2.TrainSample]) -> learner_pb2.TrainResponse:
+    header = learner_pb2.TrainHeader(
+        fence=FENCE, base_version=(await client.get_info()).version, optimizer_steps=1, loss={"clip_high": 0.2}
+    )
+    return await client.train(header, samples)
+
+
+async def fetch(client: Any, model: Any, dtype: str, version: weights_pb2.WeightVersion) -> WeightAssembler:
+    assembler = WeightAssembler(layouts(model, SERVING_TYPES[dtype]), version)
+    async for part in client.fetch_weights(learner_pb2.FetchWeightsRequest(version=version)):
+        assembler.feed(part)
+    return assembler
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_reader_holds_the_digest_that_the_learner_reported(
+    connect: Any, batch: Callable[..., Any], model_directory: Callable[..., Path], tied: bool, dtype: str
+) -> None:
+    directory = model_directory(tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=SERVING_TYPES[dtype])
+    async with connect(model={"path": str(directory), "dtype": dtype}) as client:
+        info = await client.get_info()
+        assert held_digest(model, SERVING_TYPES[dtype]) == info.digest
+        answer = await train(client, batch())
+        assembler = await fetch(client, model, dtype, answer.version)
+
+    copy_all_in(model, assembler.tensors())
+    assert held_digest(model, SERVING_TYPES[dtype]) == assembler.digest == answer.digest != info.digest
+
+
+async def test_old_versions_are_held_as_configured_and_then_unknown(connect: Any, batch: Callable[..., Any]) -> None:
+    async with connect(learner={"versions_kept": 2}) as client:
+        digests = [(await client.get_info()).digest]
+        digests += [(await train(client, batch(seed))).digest for seed in range(2)]
+        lineage = (await client.get_info()).version.lineage
+
+        for step in (1, 2):
+            version = weights_pb2.WeightVersion(lineage=lineage, step=step)
+            request = learner_pb2.FetchWeightsRequest(version=version)
+            parts = [part async for part in client.fetch_weights(request)]
+            assert parts[0].manifest.digest == parts[-1].commit.digest == digests[step]
+        request = learner_pb2.FetchWeightsRequest(version={"lineage": lineage, "step": 0})
+        with pytest.raises(RollwireError) as caught:
+            [part async for part in client.fetch_weights(request)]
+
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.NOT_FOUND, Reason.UNKNOWN_VERSION)
+
+
+async def test_a_reader_that_accepts_no_full_encoding_is_refused(connect: Any) -> None:
+    async with connect() as client:
+        with pytest.raises(RollwireError) as caught:
+            [part async for part in client.fetch_weights(learner_pb2.FetchWeightsRequest(accepted_encodings=[7]))]
+
+    assert list(caught.value.fields) == ["accepted_encodings"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_an_export_is_a_model_directory_with_the_published_weights(
+    connect: Any, dtype: str, batch: Callable[..., Any]
+) -> None:
+    async with connect(model={"path": "builtin:tiny", "dtype": dtype}) as client:
+        answer = await train(client, batch())
+        export = await client.export(learner_pb2.ExportRequest(fence=FENCE, name="trained"))
+
+    directory = Path(export.path)
+    assert export.version == answer.version
+    assert export.bytes == sum(file.stat().st_size for file in directory.iterdir())
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    assert model.dtype == SERVING_TYPES[dtype]
+    assert held_digest(model, SERVING_TYPES[dtype]) == answer.digest
+    original = resolve("builtin:tiny")
+    assert (
+        model.generation_config.to_diff_dict() == transformers.GenerationConfig.from_pretrained(original).to_diff_dict()
+    )
+    tokenizer, wanted = (transformers.AutoTokenizer.from_pretrained(path) for path in (directory, original))
+    assert tokenizer.get_vocab() == wanted.get_vocab()
+    assert tokenizer.chat_template == wanted.chat_template
+    assert [file.name for file in directory.parent.iterdir()] == ["trained"]
+
+
+async def test_an_export_can_be_repeated_but_not_replaced(connect: Any, batch: Callable[..., Any]) -> None:
+    request = learner_pb2.ExportRequest(fence=FENCE, name="best")
+    async with connect() as client:
+        first = await client.export(request)
+        again = await client.export(request)
+        await train(client, batch())
+        with pytest.raises(RollwireError) as caught:
+            await client.export(request)
+        other = await client.export(learner_pb2.ExportRequest(fence=FENCE, name="later"))
+
+    assert first == again
+    assert caught.value.reason == Reason.ALREADY_EXISTS
+    assert other.path != first.path
+
+
+async def test_a_directory_of_somebody_else_is_never_touched(connect: Any, tmp_path: Path) -> None:
+    foreign = tmp_path / "output" / "export" / "mine"
+    foreign.mkdir(parents=True)
+    (foreign / "notes.txt").write_text("keep")
+    async with connect() as client:
+        with pytest.raises(RollwireError) as caught:
+            await client.export(learner_pb2.ExportRequest(fence=FENCE, name="mine"))
+
+    assert caught.value.reason == Reason.ALREADY_EXISTS
+    assert [file.name for file in foreign.iterdir()] == ["notes.txt"]
+
+
+async def test_the_rest_of_an_interrupted_export_is_replaced(connect: Any, tmp_path: Path) -> None:
+    rest = tmp_path / "output" / "export" / ".half.partial"
+    rest.mkdir(parents=True)
+    (rest / "model.safetensors").write_text("torn")
+    async with connect() as client:
+        export = await client.export(learner_pb2.ExportRequest(fence=FENCE, name="half"))
+
+    assert not rest.exists()
+    transformers.AutoModelForCausalLM.from_pretrained(export.path)
+
+
+@pytest.mark.parametrize("name", ["", "..", "../outside", "/absolute", "Upper"])
+async def test_an_export_name_is_never_a_path(connect: Any, name: str) -> None:
+    async with connect() as client:
+        with pytest.raises(RollwireError) as caught:
+            await client.export(learner_pb2.ExportRequest(fence=FENCE, name=name))
+
+    assert list(caught.value.fields) == ["name"]
+
+
+async def test_an_export_of_a_model_without_tokenizer_holds_none(connect: Any) -> None:
+    async with connect() as client:
+        assert (await client.get_info()).tokenizer_hash == ""
+        export = await client.export(learner_pb2.ExportRequest(fence=FENCE, name="bare"))
+
+    assert not list(Path(export.path).glob("tokenizer*"))
+    assert torch.float32 == getattr(torch, json.loads((Path(export.path) / "config.json").read_text())["dtype"])
