@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from transformers import GenerationConfig
 
 from rollwire.learner.publish import Snapshot
 from rollwire.rpc.errors import Reason, precondition
@@ -74,7 +75,7 @@ class Exporter:
             name: torch.frombuffer(tensor.data, dtype=TORCH_TYPES[tensor.dtype]).reshape(tensor.shape)
             for name, tensor in snapshot.tensors.items()
         }
-        self._model.save_pretrained(directory, state_dict=tensors)
+        self._save_model(directory, tensors)
         # save_pretrained notes the element type of the masters; readers that follow the configuration need the files'.
         config = copy.deepcopy(self._model.config)
         config.dtype = self._dtype
@@ -82,6 +83,20 @@ class Exporter:
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(directory)
         (directory / _RECORD).write_text(json.dumps(_record(snapshot), indent=1))
+
+    def _save_model(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+        """Writes weights and generation configuration, the latter as it came.
+
+        Many published models have settings there that transformers loads with a warning and refuses to save.
+        """
+        came = self._model.generation_config
+        self._model.generation_config = None if came is None else GenerationConfig()
+        try:
+            self._model.save_pretrained(directory, state_dict=tensors)
+        finally:
+            self._model.generation_config = came
+        if came is not None:
+            came.to_json_file(directory / "generation_config.json")
 
 
 def _record(snapshot: Snapshot) -> dict[str, str]:

@@ -74,7 +74,7 @@ PolicyLoss = Callable[[TokenTerms, LossSettings], Tensor]
 def ppo_clip(terms: TokenTerms, settings: LossSettings) -> Tensor:
     """Clipped surrogate with separate clip ranges: -min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A).
 
-    Schulman et al. 2017 (arXiv 1707.06347, eq. 7); separate ranges as in DAPO (arXiv 2503.14476, eq. 10).
+    Schulman et al. 2017 (arXiv 1707.06347, eq. 7); separate ranges as in DAPO (arXiv 2503.14476, sec. 3.1).
     """
     ratio = terms.log_ratio.exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)

@@ -18,7 +18,10 @@ from rollwire.serving.server import ServeError
 
 _log = get_logger(__name__)
 _PROBE_TOKENS: Final = 12
-_PROBE_TOLERANCE: Final = 1e-4
+_SHOWN_CAUSE: Final = 300
+_SAME_COMPUTATION: Final = 1e-4
+# Sequences of another length take other kernels; relative to the largest logit.
+_OTHER_LENGTH: Final = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class Policy:
@@ -37,9 +40,9 @@ class Policy:
     def __init__(self, model: Any, device: torch.device, precision: str) -> None:
         self.model = model
         self.device = device
-        self.vocabulary_size = int(model.get_input_embeddings().weight.shape[0])
         self._autocast = precision == "bfloat16"
-        self._head = _find_head(model, self.vocabulary_size, device)
+        with torch.no_grad(), self._precision():
+            self.vocabulary_size, self._head = _examine(model, device, _OTHER_LENGTH[precision])
 
     @property
     def head_is_separable(self) -> bool:
@@ -93,46 +96,62 @@ def load_policy(config: RunConfig, accelerator: Accelerator) -> Policy:
         ServeError: The model is missing, broken, not causal, or does not give finite logits.
     """
     model = load_model(config.model, torch.float32, accelerator.device, accelerator.attention)
-    policy = Policy(model, accelerator.device, config.learner.precision)
+    try:
+        policy = Policy(model, accelerator.device, config.learner.precision)
+    except (RuntimeError, ValueError, ImportError, IndexError) as error:  # what torch raises for what it cannot run
+        cause = " ".join(str(error).split())[:_SHOWN_CAUSE]
+        raise ServeError(
+            f"a forward pass of {type(model).__name__} fails on {accelerator.device} "
+            f"({type(error).__name__}: {cause}); choose another learner.precision (now {config.learner.precision}) "
+            f"or model.attention (now {config.model.attention})"
+        ) from error
     _log.info(
         "policy loaded",
         architecture=type(model).__name__,
         parameters=policy.parameters,
         precision=config.learner.precision,
+        attention=model.config._attn_implementation,
         logits="wanted positions" if policy.head_is_separable else "all positions",
     )
     return policy
 
 
-def _find_head(model: Any, vocabulary_size: int, device: torch.device) -> Head | None:
-    """Returns the map from hidden states to logits, or None if this model's logits are no such map.
+def _examine(model: Any, device: torch.device, tolerance: float) -> tuple[int, Head | None]:
+    """Tries a model on a random sequence.
 
-    What transformers computes decides: the map is tried on a random sequence.
+    Returns:
+        Size of the vocabulary, and the map from hidden states to logits; None if this model's logits are no such map.
+
+    Raises:
+        ServeError: The logits are not finite, or depend on later tokens.
     """
-    generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(vocabulary_size, (1, _PROBE_TOKENS), generator=generator).to(device)
-    with torch.no_grad():
-        logits = model(input_ids=input_ids, use_cache=False).logits
-        if not logits.isfinite().all():
-            raise ServeError(
-                "the model gives logits that are not finite; its weights are damaged, "
-                "or it needs another model.attention"
-            )
-        shorter = model(input_ids=input_ids[:, : _PROBE_TOKENS // 2], use_cache=False).logits
-        if not _close(shorter, logits[:, : _PROBE_TOKENS // 2]):
-            raise ServeError(
-                f"the model {type(model).__name__} is not causal: later tokens change the logits of earlier ones; "
-                "give a causal language model"
-            )
-        head = _head_of(model)
-        if head is None or model.base_model is model:
-            return None
-        hidden = model.base_model(input_ids=input_ids, use_cache=False)[0]
-        try:
-            composed = head(hidden)
-        except RuntimeError:  # shapes do not fit: something lies between hidden states and head
-            return None
-        return head if composed.shape == logits.shape and _close(composed, logits) else None
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    input_ids = torch.randint(rows, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    if not logits.isfinite().all():
+        raise ServeError(
+            "the model gives logits that are not finite; its weights are damaged, or it needs another model.attention"
+        )
+    half = _PROBE_TOKENS // 2
+    if not _close(model(input_ids=input_ids[:, :half], use_cache=False).logits, logits[:, :half], tolerance):
+        raise ServeError(
+            f"the model {type(model).__name__} is not causal: later tokens change the logits of earlier ones; "
+            "give a causal language model"
+        )
+    return min(rows, logits.shape[-1]), _find_head(model, input_ids, logits)
+
+
+def _find_head(model: Any, input_ids: Tensor, logits: Tensor) -> Head | None:
+    """Returns a map from hidden states to logits that gives exactly these logits, if there is one."""
+    head = _head_of(model)
+    if head is None or model.base_model is model:
+        return None
+    hidden = model.base_model(input_ids=input_ids, use_cache=False)[0]
+    try:
+        composed = head(hidden)
+    except RuntimeError:  # shapes do not fit: something lies between hidden states and head
+        return None
+    return head if composed.shape == logits.shape and _close(composed, logits, _SAME_COMPUTATION) else None
 
 
 def _head_of(model: Any) -> Head | None:
@@ -158,7 +177,7 @@ def _head_of(model: Any) -> Head | None:
     return head
 
 
-def _close(left: Tensor, right: Tensor) -> bool:
-    """Compares logits up to rounding, relative to the largest one."""
+def _close(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    """Compares logits, relative to the largest one."""
     scale = float(right.abs().max().clamp_min(1.0))
-    return bool((left - right).abs().max() <= _PROBE_TOLERANCE * scale)
+    return bool((left - right).abs().max() <= tolerance * scale)

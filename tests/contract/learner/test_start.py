@@ -125,6 +125,19 @@ async def test_damaged_weights_are_one_line(
     assert "\n" not in str(caught.value)
 
 
+async def test_a_model_that_cannot_run_as_configured_is_one_line(
+    model_directory: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any, **named: Any) -> Any:
+        raise RuntimeError("FlashAttention only supports\nfp16 and bf16")
+
+    monkeypatch.setattr("transformers.Qwen2ForCausalLM.forward", fails)
+
+    with pytest.raises(ServeError, match=r"forward pass of Qwen2ForCausalLM fails on cpu .*model.attention") as caught:
+        await start(model_directory())
+    assert "\n" not in str(caught.value)
+
+
 async def test_a_torn_file_is_one_line(model_directory: Callable[..., Path]) -> None:
     directory = model_directory()
     file = directory / "model.safetensors"

@@ -102,6 +102,19 @@ async def test_an_export_is_a_model_directory_with_the_published_weights(
     assert [file.name for file in directory.parent.iterdir()] == ["trained"]
 
 
+async def test_a_generation_configuration_that_cannot_be_saved_is_exported_as_it_came(
+    connect: Any, model_directory: Callable[..., Path]
+) -> None:
+    directory = model_directory()
+    settings = {"do_sample": False, "temperature": 0.7, "eos_token_id": 1}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    async with connect(model={"path": str(directory)}) as client:
+        export = await client.export(learner_pb2.ExportRequest(fence=FENCE, name="odd"))
+
+    exported = transformers.GenerationConfig.from_pretrained(export.path)
+    assert (exported.temperature, exported.eos_token_id) == (0.7, 1)
+
+
 async def test_an_export_can_be_repeated_but_not_replaced(connect: Any, batch: Callable[..., Any]) -> None:
     request = learner_pb2.ExportRequest(fence=FENCE, name="best")
     async with connect() as client:
