@@ -35,9 +35,8 @@ class FailureBudget:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._in_a_row = 0
-        self.dropped = 0
 
     def succeeded(self) -> None:
         """Notes a complete group."""
@@ -54,8 +53,7 @@ class FailureBudget:
             RunError: The limit is passed; the text has the last failure's reason and message.
         """
         self._in_a_row += 1
-        self.dropped += 1
-        if self._in_a_row <= self._limit:
+        if self._in_a_row <= self.limit:
             return
         why = f"{reason_name(failures[-1].reason)}: {failures[-1].message}" if failures else "no reason was given"
         raise RunError(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+ERROR_PREFIX: Final = "error: "
+"""Begins the line in which a command or a server says why it ends; the launcher looks for it in the log of a server."""
+
 
 class RunError(Exception):
     """The run cannot go on; the text is one line for the user: what happened, where, what to do."""

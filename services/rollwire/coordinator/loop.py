@@ -190,7 +190,7 @@ class StepLoop:
         self.totals.samples += len(batch.consumed)
         return {
             **batch_metrics(batch),
-            **scheduler_metrics(parts.pump.tally, parts.budget.dropped),
+            **scheduler_metrics(parts.pump.tally, parts.pump.dropped),
             **staleness_metrics(taken.lags),
             "system/samples": float(self.totals.samples),
             "system/step": float(step),

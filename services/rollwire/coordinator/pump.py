@@ -38,6 +38,10 @@ class TakenBatch(NamedTuple):
 class RolloutPump:
     """Plays the training groups of a run.
 
+    Attributes:
+        tally: Episodes requested, completed and failed.
+        dropped: Groups given up, failed or stale.
+
     Args:
         admission: Which groups may start.
         planner: What each group is.
@@ -57,11 +61,14 @@ class RolloutPump:
         max_staleness: int,
     ) -> None:
         self.tally = Tally()
+        self.dropped = 0
         self._admission = admission
         self._planner = planner
         self._player = player
         self._ledger = ledger
         self._budget = budget
+        # Stale groups were complete, which the other budget counts as success.
+        self._stale_budget = FailureBudget(budget.limit)
         self._max_staleness = max_staleness
         self._version = weights_pb2.WeightVersion()
         self._complete: dict[int, GroupProgress] = {}
@@ -106,6 +113,7 @@ class RolloutPump:
                 for index in stale:
                     await self._give_up(index, self._complete.pop(index), "stale")
                 continue
+            self._stale_budget.succeeded()
             self._admission.take(indices)
             groups = [self._complete.pop(index).trajectories for index in indices]
             return TakenBatch(groups, [lag for index in indices for lag in lags[index]])
@@ -145,9 +153,13 @@ class RolloutPump:
         """Records a group that is given up and starts the one that takes its place."""
         await self._ledger.drop_group(_record(progress), state)
         self._admission.drop(index)
+        self.dropped += 1
         plan = progress.plan
         what = f"{plan.group_id} of {plan.environment_tag}, seed {plan.environment_seed}"
-        self._budget.failed(what if state == "failed" else f"{what}, was older than max_staleness", progress.failures)
+        if state == "failed":
+            self._budget.failed(what, progress.failures)
+        else:
+            self._stale_budget.failed(f"{what}, was older than max_staleness", progress.failures)
         self._fill()
 
     def _lags(self, index: int) -> list[int]:

@@ -23,7 +23,7 @@ def _make_trajectory(
     lineage: str = "line",
     metrics: Mapping[str, float] | None = None,
 ) -> trajectory_pb2.Trajectory:
-    """A trajectory whose turns have (prompt, response) tokens; each turn takes the next version, the last one repeats."""
+    """A trajectory whose turns have (prompt, response) tokens; each takes the next version, the last one repeats."""
     trajectory = trajectory_pb2.Trajectory(
         trajectory_id=f"{group}.{episode}.{attempt}",
         group_id=group,

@@ -1,0 +1,181 @@
+"""`rollwire`: the commands and their options. What they do is in the other modules of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from rollwire.cli.arguments import DryRun, RunArguments, ServeArguments, Target
+from rollwire.cli.errors import user_errors
+
+# A command whose arguments another command line reads.
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    help="Reinforcement learning of language-model agents as four gRPC services.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+serve_app = typer.Typer(help="Start one server.", no_args_is_help=True)
+config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure a part of the system.", no_args_is_help=True)
+app.add_typer(serve_app, name="serve")
+app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
+
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65_535, help="TCP port; 0 takes a free one.")]
+ReadyFile = Annotated[Path | None, typer.Option(help="Write address and process id here once the port is bound.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Allow an address that other hosts can reach.")]
+DebugServices = Annotated[bool, typer.Option("--debug-services", help="Offer gRPC reflection.")]
+LogLevel = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], typer.Option(help="Least level that is logged.")]
+ParentPid = Annotated[int | None, typer.Option(hidden=True)]
+
+
+@app.command()
+def launch(
+    arguments: RunArguments = None,
+    launcher: Annotated[Literal["local"], typer.Option(help="Where the servers run.")] = "local",
+    dry_run: DryRun = False,
+) -> None:
+    """Start all servers on this host and train."""
+    with user_errors():
+        from rollwire.cli.train import launch_command
+
+        launch_command(arguments, dry_run=dry_run)
+
+
+@app.command()
+def train(arguments: RunArguments = None, dry_run: DryRun = False) -> None:
+    """Train with servers that run already, at the addresses under `services`."""
+    with user_errors():
+        from rollwire.cli.train import train_command
+
+        train_command(arguments, dry_run=dry_run)
+
+
+@app.command()
+def status(target: Target, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show how a run is doing."""
+    with user_errors():
+        from rollwire.cli.status import status_command
+
+        status_command(target, as_json=as_json)
+
+
+@app.command()
+def stop(
+    target: Target, cause: Annotated[str, typer.Option(help="For the log.")] = "asked for on the command line"
+) -> None:
+    """End a run after the step in progress."""
+    with user_errors():
+        from rollwire.cli.status import stop_command
+
+        stop_command(target, cause)
+
+
+@serve_app.command("environment")
+def serve_environment(
+    arguments: ServeArguments = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    ready_file: ReadyFile = None,
+    insecure: Insecure = False,
+    debug_services: DebugServices = False,
+    log_level: LogLevel = "INFO",
+    parent_pid: ParentPid = None,
+) -> None:
+    """Serve environments."""
+    with user_errors():
+        from rollwire.cli.serve import ServeOptions, serve
+
+        options = ServeOptions(host, port, ready_file, insecure, debug_services, log_level, parent_pid)
+        serve("environment", arguments, options)
+
+
+@serve_app.command("rollout")
+def serve_rollout(
+    arguments: ServeArguments = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    ready_file: ReadyFile = None,
+    insecure: Insecure = False,
+    debug_services: DebugServices = False,
+    log_level: LogLevel = "INFO",
+    parent_pid: ParentPid = None,
+) -> None:
+    """Serve the policy: it plays episodes and generates."""
+    with user_errors():
+        from rollwire.cli.serve import ServeOptions, serve
+
+        options = ServeOptions(host, port, ready_file, insecure, debug_services, log_level, parent_pid)
+        serve("rollout", arguments, options)
+
+
+@serve_app.command("learner")
+def serve_learner(
+    arguments: ServeArguments = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    ready_file: ReadyFile = None,
+    insecure: Insecure = False,
+    debug_services: DebugServices = False,
+    log_level: LogLevel = "INFO",
+    parent_pid: ParentPid = None,
+) -> None:
+    """Serve the learner."""
+    with user_errors():
+        from rollwire.cli.serve import ServeOptions, serve
+
+        options = ServeOptions(host, port, ready_file, insecure, debug_services, log_level, parent_pid)
+        serve("learner", arguments, options)
+
+
+@config_app.command("show")
+def config_show(arguments: ServeArguments = None) -> None:
+    """Print a configuration with all defaults resolved, as YAML."""
+    with user_errors():
+        from rollwire.cli.config_commands import show
+
+        show(arguments)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the schema of configurations, as JSON Schema."""
+    with user_errors():
+        from rollwire.cli.config_commands import schema
+
+        schema()
+
+
+@app.command("env", add_help_option=False, context_settings=_PASS_ON)
+def env(context: typer.Context) -> None:
+    """List environments, and play one in the terminal."""
+    with user_errors():
+        from rollwire.cli import env as commands
+
+        commands.app(args=context.args, prog_name="rollwire env")
+
+
+@bench_app.command("environment", add_help_option=False, context_settings=_PASS_ON)
+def bench_environment(context: typer.Context) -> None:
+    """Turns of FrozenLake per second over gRPC, beside a bare unary echo."""
+    with user_errors():
+        from rollwire.cli.bench_environment import bench_environment as command
+
+        bench = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        bench.command()(command)
+        bench(args=context.args, prog_name="rollwire bench environment")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

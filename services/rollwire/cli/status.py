@@ -1,0 +1,133 @@
+"""`rollwire status` and `rollwire stop`: talk to the coordinator of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from google.protobuf import json_format
+from rich.console import Console
+from rich.table import Table
+
+from rollwire.client.coordinator import CoordinatorClient
+from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.ledger import FILE_NAME
+from rollwire.coordinator.peers import kind_name
+from rollwire.coordinator.run_dir import ADDRESS_FILE
+from rollwire.rpc.errors import RollwireError
+from rollwire.rpc.versions import version_text
+from rollwire.v1 import coordinator_pb2
+
+SHOWN_METRICS = ("critic/score/mean", "val/score/mean", "system/samples", "system/tps", "time/step_total")
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """What the ledger says about a run whose coordinator is gone."""
+
+    run_id: str
+    state: str
+    steps: int
+
+
+def status_command(target: str, *, as_json: bool) -> None:
+    """Prints the status of a run, from its coordinator or, once that is gone, from its ledger. Raises `RunError`."""
+    try:
+        status = asyncio.run(_get_status(_address(target)))
+    except RunError:
+        ended = read_ended_run(Path(target))
+        if ended is None:
+            raise
+        text = f"{ended.run_id}: {ended.state}, {ended.steps} steps committed; its coordinator does not run"
+        print(json.dumps(ended.__dict__) if as_json else text)
+        return
+    if as_json:
+        print(json_format.MessageToJson(status, preserving_proto_field_name=True))
+    else:
+        _print(status)
+
+
+def stop_command(target: str, cause: str) -> None:
+    """Asks a run to end after the step in progress. Raises `RunError`."""
+
+    async def ask() -> coordinator_pb2.StopResponse:
+        address = _address(target)
+        async with CoordinatorClient(address) as client:
+            try:
+                return await client.stop(cause)
+            except RollwireError as error:
+                raise _unreachable(address, error) from error
+
+    print(_state_text(asyncio.run(ask()).state))
+
+
+def read_ended_run(directory: Path) -> EndedRun | None:
+    """Returns what the ledger in a run directory says; None if there is none that can be read."""
+    path = directory / FILE_NAME
+    if not path.is_file():
+        return None
+    try:
+        connection = sqlite3.connect(path)
+        try:
+            run_id, state = connection.execute("SELECT run_id, state FROM run").fetchone()
+            (steps,) = connection.execute("SELECT COUNT(*) FROM steps WHERE state = 'committed'").fetchone()
+        finally:
+            connection.close()
+    except sqlite3.Error:
+        return None
+    return EndedRun(run_id, "interrupted" if state in ("starting", "running") else state, steps)
+
+
+async def _get_status(address: str) -> coordinator_pb2.GetStatusResponse:
+    async with CoordinatorClient(address) as client:
+        try:
+            return await client.get_status()
+        except RollwireError as error:
+            raise _unreachable(address, error) from error
+
+
+def _address(target: str) -> str:
+    """Returns the coordinator's address, which a run directory holds while the run goes on."""
+    directory = Path(target)
+    if not directory.is_dir():
+        host, _, port = target.rpartition(":")
+        if not host or not port.isdigit():
+            raise RunError(f"TARGET is {target!r}; allowed: a run directory, or HOST:PORT of a coordinator")
+        return target
+    try:
+        address: str = json.loads((directory / ADDRESS_FILE).read_text())["address"]
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"no run is going on in {directory}: it holds no {ADDRESS_FILE}") from error
+    return address
+
+
+def _unreachable(address: str, error: RollwireError) -> RunError:
+    if error.code is grpc.StatusCode.UNAVAILABLE:
+        return RunError(f"no coordinator answers at {address}; has its run ended?")
+    return RunError(f"the coordinator at {address} answers {error}")
+
+
+def _state_text(state: coordinator_pb2.RunState.ValueType) -> str:
+    return coordinator_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+
+
+def _print(status: coordinator_pb2.GetStatusResponse) -> None:
+    console = Console()
+    console.print(
+        f"{status.run_name} ({status.run_id}, epoch {status.epoch}): {_state_text(status.state)}, "
+        f"step {status.step} of {status.max_steps}, {status.elapsed.seconds} s, {version_text(status.version)}",
+        soft_wrap=True,
+    )
+    table = Table("server", "address", "ready", "version")
+    for service in status.services:
+        ready = "yes" if service.ready else "no"
+        version = version_text(service.version) if service.HasField("version") else ""
+        table.add_row(kind_name(service.kind), service.target, ready, version)
+    console.print(table)
+    for name in SHOWN_METRICS:
+        if name in status.latest_metrics:
+            console.print(f"{name}: {status.latest_metrics[name]:g}")

@@ -1,0 +1,109 @@
+"""`rollwire launch` and `rollwire train`: the coordinator in this process, with or without servers of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from rich.console import Console
+
+from rollwire.cli.arguments import split_run_arguments
+from rollwire.cli.dry_run import print_dry_run
+from rollwire.cli.interrupts import EXIT_STATUS, Interrupts
+from rollwire.cli.progress import Progress
+from rollwire.cli.summary import print_summary
+from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.launcher import LocalLauncher
+from rollwire.coordinator.run import RunSummary, run_training
+from rollwire.coordinator.run_dir import RunDir, create_run_dir
+from rollwire.coordinator.status import RunStatus
+from rollwire.serving.config import RunConfig, load_config
+from rollwire.serving.logs import configure_logging
+
+DEATH_DELAY_S: Final = 0.5
+
+
+def launch_command(arguments: Sequence[str] | None, *, dry_run: bool) -> None:
+    """Starts all servers on this host and trains. Raises `ConfigError` or `RunError`."""
+    _command(arguments, dry_run=dry_run, launch=True)
+
+
+def train_command(arguments: Sequence[str] | None, *, dry_run: bool) -> None:
+    """Trains against the servers under `services`. Raises `ConfigError` or `RunError`."""
+    _command(arguments, dry_run=dry_run, launch=False)
+
+
+def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool) -> None:
+    path, overrides = split_run_arguments(arguments)
+    config = load_config(path, overrides)
+    console = Console()
+    if dry_run:
+        print_dry_run(console, config, launch=launch)
+        return
+    run_dir = create_run_dir(config, datetime.now().astimezone())
+    console.print(f"run directory  {run_dir.path}", markup=False, highlight=False, soft_wrap=True)
+    launcher = LocalLauncher(config, run_dir) if launch else None
+    progress = Progress(console, config.run.name, config.run.max_steps)
+    interrupts = Interrupts(
+        on_first=lambda: progress.on_notice("ending the run; press Ctrl-C again to end it at once"),
+        on_second=lambda: _give_up(console, launcher),
+    )
+    with (run_dir.log_dir / "coordinator.log").open("w", encoding="utf-8") as log, progress:
+        configure_logging("coordinator", stream=log)
+        try:
+            summary = asyncio.run(_supervised(config, run_dir, progress.status, launcher, interrupts))
+        except asyncio.CancelledError:
+            if interrupts.received is None:
+                raise
+            summary = None
+    if summary is None:
+        assert interrupts.received is not None
+        console.print(f"ended by {interrupts.received.name} after {progress.status.step} steps")
+        raise SystemExit(EXIT_STATUS[interrupts.received])
+    print_summary(console, summary, run_dir)
+
+
+async def _supervised(
+    config: RunConfig, run_dir: RunDir, status: RunStatus, launcher: LocalLauncher | None, interrupts: Interrupts
+) -> RunSummary:
+    """Runs, with servers of its own when there is a launcher; afterwards those are gone."""
+    task = asyncio.current_task()
+    assert task is not None
+    interrupts.install(task)
+    if launcher is None:
+        return await run_training(config, run_dir, status)
+    try:
+        status.begin_phase("starting the servers")
+        services = await launcher.start()
+        config = config.model_copy(update={"services": services})
+        return await _beside(launcher, run_training(config, run_dir, status, children=lambda: launcher.pids))
+    finally:
+        await launcher.stop()
+
+
+async def _beside(launcher: LocalLauncher, run: Coroutine[Any, Any, RunSummary]) -> RunSummary:
+    """Runs while all servers live. The first one that ends, ends the run, and its own last words are the reason."""
+    running, watching = asyncio.create_task(run), asyncio.create_task(launcher.watch())
+    try:
+        await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            watching.result()
+        try:
+            return running.result()
+        except RunError as error:
+            # A server that has just died breaks calls before the kernel reports its end.
+            await asyncio.wait([watching], timeout=DEATH_DELAY_S)
+            raise launcher.death() or error from None
+    finally:
+        for task in (running, watching):
+            task.cancel()
+        await asyncio.wait([running, watching])
+
+
+def _give_up(console: Console, launcher: LocalLauncher | None) -> None:
+    """Leaves nothing behind but what is on disk."""
+    if launcher is not None:
+        launcher.kill()
+    console.show_cursor()

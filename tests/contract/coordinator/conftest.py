@@ -1,0 +1,345 @@
+"""Small real servers that play the parts of learner, rollout server and environment server for the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rollwire.coordinator.budgets import Budgets
+from rollwire.coordinator.run import RunSummary, run_training
+from rollwire.coordinator.run_dir import RunDir, create_run_dir
+from rollwire.coordinator.status import RunStatus
+from rollwire.rpc.digests import samples_digest
+from rollwire.rpc.errors import Reason, RollwireError, exhausted, precondition
+from rollwire.serving.config import load_config
+from rollwire.serving.server import Binding, Readiness, serving
+from rollwire.v1 import (
+    environment_pb2,
+    environment_pb2_grpc,
+    learner_pb2,
+    learner_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    trajectory_pb2,
+    weights_pb2,
+)
+
+LINEAGE = "line"
+BUDGETS = Budgets(attempts=3, retry_delay_s=0.01, lost_s=1.5, poll_s=0.02)
+
+
+def digest_of(step: int) -> bytes:
+    return hashlib.sha256(f"weights {step}".encode()).digest()
+
+
+def unavailable(message: str = "gone") -> RollwireError:
+    return RollwireError(grpc.StatusCode.UNAVAILABLE, Reason.DRAINING, message)
+
+
+class FakeService:
+    """What `serving` needs, around a servicer."""
+
+    message_bytes = 8 << 20
+    full_name = ""
+    add: Callable[[Any, grpc.aio.Server], None]
+
+    def register(self, server: grpc.aio.Server) -> None:
+        type(self).add(self, server)
+
+    async def start(self, readiness: Readiness) -> None:
+        await readiness.set(True)
+
+    async def close(self) -> None:
+        pass
+
+
+class FakeEnvironment(FakeService, environment_pb2_grpc.EnvironmentServiceServicer):
+    full_name = "rollwire.v1.EnvironmentService"
+    add = staticmethod(environment_pb2_grpc.add_EnvironmentServiceServicer_to_server)
+
+    async def ListEnvironments(self, request: Any, context: Any) -> environment_pb2.ListEnvironmentsResponse:
+        tags = [environment_pb2.EnvironmentDescription(tag=tag, max_turns=1) for tag in ("FrozenLake", "Sokoban")]
+        return environment_pb2.ListEnvironmentsResponse(environments=tags, session_capacity=64)
+
+
+class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
+    """Counts steps. `before_train` and `after_train` may raise; the latter after the step was committed."""
+
+    full_name = "rollwire.v1.LearnerService"
+    add = staticmethod(learner_pb2_grpc.add_LearnerServiceServicer_to_server)
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.lineage = LINEAGE
+        self.steps: list[tuple[learner_pb2.TrainHeader, list[learner_pb2.TrainSample]]] = []
+        self.calls = 0
+        self.answers: dict[int, bytes] = {}
+        self.before_train: Callable[[], None] = lambda: None
+        self.after_train: Callable[[], None] = lambda: None
+        self.digest_of = digest_of
+        self.exports: list[str] = []
+
+    async def GetInfo(self, request: Any, context: Any) -> learner_pb2.LearnerServiceGetInfoResponse:
+        return learner_pb2.LearnerServiceGetInfoResponse(
+            version=weights_pb2.WeightVersion(lineage=self.lineage, step=self.step),
+            digest=self.digest_of(self.step),
+            model_architecture="TinyForCausalLM",
+            max_sequence_tokens=4096,
+            policy_losses=["ppo_clip"],
+            resident_bytes=3 << 20,
+        )
+
+    async def Train(self, request_iterator: Any, context: Any) -> learner_pb2.TrainResponse:
+        self.calls += 1
+        header, samples, commit = None, [], None
+        async for request in request_iterator:
+            if request.WhichOneof("part") == "header":
+                header = request.header
+            elif request.WhichOneof("part") == "samples":
+                samples.extend(request.samples.samples)
+            else:
+                commit = request.commit
+        assert header is not None and commit is not None
+        assert commit.samples == len(samples) and commit.digest == samples_digest(samples)
+        self.before_train()
+        base = header.base_version
+        known = self.answers.get(base.step) if base.lineage == self.lineage else None
+        if known is None:
+            if base.lineage != self.lineage or base.step != self.step:
+                raise precondition(Reason.WRONG_VERSION, f"the present version is {self.lineage}@{self.step}")
+            self.steps.append((header, samples))
+            self.answers[self.step] = commit.digest
+            self.step += 1
+        elif known != commit.digest:
+            raise precondition(Reason.STEP_CONFLICT, "another batch")
+        self.after_train()
+        return learner_pb2.TrainResponse(
+            version=weights_pb2.WeightVersion(lineage=self.lineage, step=base.step + 1),
+            metrics={"actor/pg_loss": 0.5},
+            digest=self.digest_of(base.step + 1),
+            repeated_answer=known is not None,
+        )
+
+    async def Export(self, request: learner_pb2.ExportRequest, context: Any) -> learner_pb2.ExportResponse:
+        if request.name in self.exports:
+            raise precondition(Reason.ALREADY_EXISTS, "taken")
+        self.exports.append(request.name)
+        return learner_pb2.ExportResponse(path=f"/exports/{request.name}")
+
+
+Play = Callable[[rollout_pb2.RunGroupRequest, int], "float | trajectory_pb2.EpisodeFailure"]
+
+
+def coin(request: rollout_pb2.RunGroupRequest, episode: int) -> float:
+    """A score of 0 or 1 that depends on the request alone."""
+    return float(hashlib.sha256(f"{request.sampling_seed}.{episode}".encode()).digest()[0] % 2)
+
+
+class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
+    """Plays one-turn episodes; `play` gives the score or the failure of an episode, `before_group` may wait or raise."""
+
+    full_name = "rollwire.v1.RolloutService"
+    add = staticmethod(rollout_pb2_grpc.add_RolloutServiceServicer_to_server)
+
+    def __init__(self) -> None:
+        self.version = weights_pb2.WeightVersion()
+        self.updates: list[int] = []
+        self.requests: list[rollout_pb2.RunGroupRequest] = []
+        self.play: Play = coin
+        self.digest_of = digest_of
+        self.plays_with: Callable[[], int] = lambda: self.version.step
+        self.capacity = 64
+        self.in_flight = 0
+
+    async def before_group(self, request: rollout_pb2.RunGroupRequest) -> None:
+        await asyncio.sleep(0)
+
+    async def before_update(self) -> None:
+        await asyncio.sleep(0)
+
+    async def GetInfo(self, request: Any, context: Any) -> rollout_pb2.RolloutServiceGetInfoResponse:
+        return rollout_pb2.RolloutServiceGetInfoResponse(
+            model_architecture="TinyForCausalLM",
+            max_sequence_tokens=4096,
+            episode_capacity=self.capacity,
+            active_version=self.version,
+            resident_bytes=2 << 20,
+        )
+
+    async def UpdateWeights(
+        self, request: rollout_pb2.UpdateWeightsRequest, context: Any
+    ) -> rollout_pb2.UpdateWeightsResponse:
+        await self.before_update()
+        assert request.source.target
+        self.version = request.version
+        self.updates.append(request.version.step)
+        return rollout_pb2.UpdateWeightsResponse(
+            version=request.version, digest=self.digest_of(request.version.step), received_bytes=100
+        )
+
+    async def RunGroup(
+        self, request: rollout_pb2.RunGroupRequest, context: Any
+    ) -> AsyncIterator[rollout_pb2.RunGroupResponse]:
+        if not self.version.lineage:
+            raise precondition(Reason.NO_WEIGHTS, "no weights yet")
+        if request.HasField("required_version") and request.required_version != self.version:
+            raise precondition(Reason.WRONG_VERSION, "another version is active")
+        if self.in_flight + len(request.episode_indices) > self.capacity:
+            raise exhausted(Reason.EPISODES_EXHAUSTED, "full", 0.01)
+        self.requests.append(request)
+        self.in_flight += len(request.episode_indices)
+        try:
+            await self.before_group(request)
+            for episode in request.episode_indices:
+                outcome = self.play(request, episode)
+                if isinstance(outcome, trajectory_pb2.EpisodeFailure):
+                    outcome.group_id, outcome.episode_index = request.group_id, episode
+                    outcome.attempt = request.attempt
+                    yield rollout_pb2.RunGroupResponse(failure=outcome)
+                else:
+                    yield rollout_pb2.RunGroupResponse(trajectory=self._trajectory(request, episode, outcome))
+        finally:
+            self.in_flight -= len(request.episode_indices)
+
+    def _trajectory(
+        self, request: rollout_pb2.RunGroupRequest, episode: int, score: float
+    ) -> trajectory_pb2.Trajectory:
+        trajectory = trajectory_pb2.Trajectory(
+            trajectory_id=f"{request.group_id}.{episode}.{request.attempt}",
+            group_id=request.group_id,
+            episode_index=episode,
+            attempt=request.attempt,
+            environment_tag=request.environment_tag,
+            environment_seed=request.environment_seed,
+            score=score,
+            metrics={"success": score, "action_is_valid": 1.0},
+        )
+        version = weights_pb2.WeightVersion(lineage=self.version.lineage, step=self.plays_with())
+        sequence = trajectory.sequences.add(
+            token_ids=[1, 2, 3, 4], loss_mask=[False, False, True, True], logprobs=[0, 0, -1, -1]
+        )
+        span = sequence.version_spans.add(version=version)
+        span.range.begin, span.range.end = 2, 4
+        turn = trajectory.turns.add(reward=score, terminated=True)
+        turn.prompt.end, turn.response.begin, turn.response.end = 2, 2, 4
+        return trajectory
+
+
+@dataclass
+class Notes:
+    """An observer that writes down what it is told."""
+
+    steps: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    validations: list[tuple[int, str, dict[str, float]]] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    at_step: Callable[[int], None] = lambda step: None
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append((step, dict(metrics)))
+        self.at_step(step)
+
+    def on_validation(self, step: int, kind: str, metrics: Mapping[str, float]) -> None:
+        self.validations.append((step, kind, dict(metrics)))
+
+    def on_notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+class Host:
+    """Serves one fake; may be stopped and started again at the same port."""
+
+    def __init__(self, service: FakeService) -> None:
+        self.service = service
+        self.address = ""
+        self._stack: AsyncExitStack | None = None
+
+    async def start(self) -> None:
+        port = int(self.address.rpartition(":")[2] or 0)
+        self._stack = AsyncExitStack()
+        running = await self._stack.enter_async_context(serving(self.service, Binding(port=port), grace_s=0))  # type: ignore[arg-type]
+        self.address = running.address
+
+    async def stop(self) -> None:
+        if self._stack is not None:
+            stack, self._stack = self._stack, None
+            await stack.aclose()
+
+
+class World:
+    """All servers of a run, and the run."""
+
+    def __init__(self, directory: Path, rollouts: int) -> None:
+        self.directory = directory
+        self.environment = FakeEnvironment()
+        self.learner = FakeLearner()
+        self.rollouts = [FakeRollout() for _ in range(rollouts)]
+        self.hosts = {service: Host(service) for service in (self.environment, self.learner, *self.rollouts)}
+        self.notes = Notes()
+        self.run_dir: RunDir | None = None
+        self.status: RunStatus | None = None
+
+    @property
+    def rollout(self) -> FakeRollout:
+        return self.rollouts[0]
+
+    async def start(self) -> None:
+        for host in self.hosts.values():
+            await host.start()
+
+    async def stop(self) -> None:
+        for host in self.hosts.values():
+            await host.stop()
+
+    async def run(self, *overrides: str) -> RunSummary:
+        """Runs three steps of two groups of two episodes unless overridden."""
+        addresses = {
+            "environment": [self.hosts[self.environment].address],
+            "rollout": [self.hosts[service].address for service in self.rollouts],
+            "learner": [self.hosts[self.learner].address],
+        }
+        config = load_config(
+            None,
+            [
+                f"run.output_dir={self.directory}",
+                "run.max_steps=3",
+                "batch.groups_per_step=2",
+                "batch.episodes_per_group=2",
+                "validation.episodes=3",
+                "validation.every_steps=2",
+                "tracking.text_samples_every_steps=0",
+                "timeouts.ready_s=5",
+                "timeouts.group_s=20",
+                "algorithm.advantage=dr_grpo",
+                "algorithm.filter_zero_variance=false",
+                *(f"services.{kind}=[{','.join(targets)}]" for kind, targets in addresses.items()),
+                *overrides,
+            ],
+        )
+        self.run_dir = create_run_dir(config, datetime.now(UTC))
+        self.status = RunStatus(run_name=config.run.name, max_steps=config.run.max_steps, observer=self.notes)
+        return await asyncio.wait_for(run_training(config, self.run_dir, self.status, budgets=BUDGETS), 30)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path, rollouts=1)
+    await world.start()
+    yield world
+    await world.stop()
+
+
+@pytest.fixture
+async def two_rollouts(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path, rollouts=2)
+    await world.start()
+    yield world
+    await world.stop()
