@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND: Final = np.uint64(0x94D049BB133111EB)
+_WORD: Final = (1 << 64) - 1
 
 
 def derive_seed(seed: int, index: int) -> int:
     """Returns the 64-bit seed of child `index` of a seed."""
-    return int(_mixed(np.array([seed], dtype=np.uint64), np.array([index], dtype=np.uint64))[0])
+    golden = int(_GOLDEN)
+    return _finalised_one(_finalised_one(seed + golden) + (index + 1) * golden)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64], bits: int = 52) -> NDArray[np.float64]:
@@ -41,3 +43,11 @@ def _finalised(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     state = (state ^ (state >> np.uint64(30))) * _FIRST
     state = (state ^ (state >> np.uint64(27))) * _SECOND
     return state ^ (state >> np.uint64(31))
+
+
+def _finalised_one(number: int) -> int:
+    """Does what `_finalised` does, on one Python integer."""
+    state = number & _WORD
+    state = ((state ^ (state >> 30)) * int(_FIRST)) & _WORD
+    state = ((state ^ (state >> 27)) * int(_SECOND)) & _WORD
+    return state ^ (state >> 31)

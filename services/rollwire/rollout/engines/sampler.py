@@ -65,7 +65,9 @@ def _distributions(raw_NV: torch.Tensor, draws: Sequence[Draw], wide: torch.dtyp
     scaled_NV = raw_NV
     temperatures = [draw.sampling.temperature or 1.0 for draw in draws]
     if any(temperature != 1.0 for temperature in temperatures):
-        scaled_NV = raw_NV / torch.tensor(temperatures, device=raw_NV.device)[:, None]
+        # Differences to the largest logit, so that no temperature overflows.
+        below_NV = raw_NV - raw_NV.amax(dim=-1, keepdim=True)
+        scaled_NV = below_NV / torch.tensor(temperatures, device=raw_NV.device)[:, None]
     filtered = [row for row, draw in enumerate(draws) if draw.sampling.top_k > 0 or draw.sampling.top_p < 1]
     if filtered:
         scaled_NV = scaled_NV.clone()
