@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,12 @@ from rollwire.environment.frozen_lake_tiles import draw_lake
 
 ANSWER_PATTERN = r"<answer>(.*?)</answer>"
 THINK_PATTERN = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
+_CLOSING_TAG = "</answer>"
+# What a match of the built-in patterns starts with.
+_OPENING_TAGS = {ANSWER_PATTERN: "<answer>", THINK_PATTERN: "<think>"}
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 ACTIONS = ("Left", "Down", "Right", "Up")
+_DIRECTIONS = {name.lower(): direction for direction, name in enumerate(ACTIONS)}
 # "Forbid the whole" and the warning of slippery ice on firm ice are ROLL's; policies are compared on this very text.
 INSTRUCTIONS = (
     "You are solving the FrozenLake puzzle. Forbid the whole and go to the target. You may move to the unintended "
@@ -39,12 +43,17 @@ METRICS_AGG_MODE = {
 _MOVES: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
 # Gymnasium's order of outcomes on slippery ice: one perpendicular, the intended, the other perpendicular.
 _SLIPS = (-1, 0, 1)
+_SLIP_BOUNDS = np.cumsum([1 / 3] * 3)
 
 StepReply = tuple[str, float, bool, bool, dict[str, Any]]
 
 
 class FrozenLake:
     """A lake crossed in turns; the map and the slips follow from the seed given to `reset`."""
+
+    metrics_agg_mode: ClassVar = METRICS_AGG_MODE
+    # A malicious regular expression, or thousands of tokens, would block the server for all.
+    config_only_options: ClassVar = ("action_pattern", "special_token_list")
 
     def __init__(
         self,
@@ -96,6 +105,8 @@ class FrozenLake:
             The first observation, and info with `instructions`.
         """
         self._lake = generate_map(self.size, self.p, seed)
+        # The lake without its player: only one symbol changes in a turn.
+        self._rows = _symbols(self._lake)
         self._player = self._lake.start
         self._turn = 0
         self._done = False
@@ -127,7 +138,7 @@ class FrozenLake:
         if direction is not None:
             self._player = self._destination(before, direction)
         success = self._player == lake.goal
-        terminated = success or bool(lake.holes[self._player])
+        terminated = success or self._in_hole()
         truncated = not terminated and self._turn >= self.max_turns
         self._done = terminated or truncated
         penalty = self.format_penalty if direction is None else 0.0
@@ -144,20 +155,28 @@ class FrozenLake:
         """Returns the direction a response names (0 Left, 1 Down, 2 Right, 3 Up), or None when it names none."""
         for token in self._special_tokens:
             response = response.replace(token, "")
-        match = self._pattern.search(response.strip())
+        match = self._first_match(response.strip())
         if match is None:
             return None
         name = (match.group(self._pattern.groups) or "").strip().lower()
-        return next((i for i, known in enumerate(ACTIONS) if known.lower() == name), None)
+        return _DIRECTIONS.get(name)
+
+    def _first_match(self, response: str) -> re.Match[str] | None:
+        opening = _OPENING_TAGS.get(self._pattern.pattern)
+        if opening is None:
+            return self._pattern.search(response)
+        # A search would try every opening tag and scan to the end from each, for a hostile text of 20 kB more than a
+        # minute. If any opening tag starts a match the first one does, and no match passes the last closing tag.
+        start, end = response.find(opening), response.rfind(_CLOSING_TAG) + len(_CLOSING_TAG)
+        return self._pattern.match(response, start, end) if 0 <= start < end else None
 
     def render_text(self) -> str:
         """Returns the lake as the policy sees it: rows from the top, joined by newlines, one symbol per cell."""
-        lake = self._current_lake()
-        grid = np.where(lake.holes, "O", "_")
-        grid[lake.goal] = "G"
-        on_goal = self._player == lake.goal
-        grid[self._player] = "√" if on_goal else "X" if lake.holes[self._player] else "P"
-        return "\n".join("".join(row) for row in grid)
+        on_goal = self._player == self._current_lake().goal
+        row, column = self._player
+        symbol = "√" if on_goal else "X" if self._in_hole() else "P"
+        line = self._rows[row]
+        return "\n".join((*self._rows[:row], line[:column] + symbol + line[column + 1 :], *self._rows[row + 1 :]))
 
     def render_rgb(self) -> NDArray[np.uint8]:
         """Returns the lake as a picture, uint8[height, width, 3]."""
@@ -168,10 +187,14 @@ class FrozenLake:
             raise RuntimeError("no episode has started; call reset")
         return self._lake
 
+    def _in_hole(self) -> bool:
+        row, column = self._player
+        return self._rows[row][column] == "O"
+
     def _destination(self, cell: Cell, direction: int) -> Cell:
         if self.is_slippery:
             draw = self._slips.random()
-            outcome = int(np.argmax(np.cumsum([1 / 3] * 3) > draw))
+            outcome = int(np.argmax(draw < _SLIP_BOUNDS))
             direction = (direction + _SLIPS[outcome]) % 4
         move = _MOVES[direction]
         row = min(max(cell[0] + move[0], 0), self.size - 1)
@@ -185,6 +208,12 @@ class FrozenLakeThink(FrozenLake):
     def __init__(self, action_pattern: str = THINK_PATTERN, **settings: Any) -> None:
         """Takes the settings of `FrozenLake`; only the default pattern differs."""
         super().__init__(action_pattern=action_pattern, **settings)
+
+
+def _symbols(lake: LakeMap) -> list[str]:
+    grid = np.where(lake.holes, "O", "_")
+    grid[lake.goal] = "G"
+    return ["".join(row) for row in grid]
 
 
 def _compile_action_pattern(pattern: str) -> re.Pattern[str]:

@@ -1,0 +1,279 @@
+"""Runs the environments of one tag, with every failure as data.
+
+Turns of built-in environments take microseconds and always end: they run on the event loop, where a hand-over to a
+thread would cost more than the turn. Everything else (constructing, resetting, drawing, and whatever a custom
+environment does) runs in threads of this tag with a time limit. A thread that exceeds it is given up: it cannot be
+stopped, but the episode fails with TIMEOUT, and no other tag is affected, because tags do not share threads. An
+environment that hangs inside native code without releasing Python's interpreter lock stops the whole server; that
+needs a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from rollwire.environment.options import OptionError
+from rollwire.environment.png import encode_png
+from rollwire.environment.protocol import Environment
+from rollwire.environment.registry import RegisteredEnvironment
+from rollwire.environment.results import (
+    MAX_METRICS,
+    InvalidResultError,
+    aggregations,
+    failure,
+    failure_of,
+    start_response,
+    step_response,
+    text_drawing,
+)
+from rollwire.environment.threads import ThreadsHungError, WorkerThreads, WorkTimeoutError
+from rollwire.rpc.errors import Reason, RollwireError, invalid_field, precondition
+from rollwire.rpc.limits import MAX_CHUNK_BYTES
+from rollwire.serving.logs import get_logger
+from rollwire.v1 import environment_pb2 as pb
+
+_log = get_logger(__name__)
+THREADS_PER_TAG: Final = 64
+"""Turns of a custom environment that run at once; more wait for a thread."""
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class Episode:
+    """An environment in use.
+
+    Attributes:
+        environment: The environment, reset.
+        max_turns: Turn limit.
+        turns: Turns played.
+        ended: No turn can follow.
+        lock: Held while a thread uses the environment: its calls never overlap.
+        lost: Why the environment must not be touched again, once a thread hangs in it.
+    """
+
+    environment: Environment
+    max_turns: int
+    turns: int = 0
+    ended: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lost: pb.EnvironmentFailure | None = None
+
+
+class EnvironmentHost:
+    """Starts, plays, draws and closes the episodes of one tag, and counts their failures."""
+
+    def __init__(self, registered: RegisteredEnvironment, disable_after_failures: int) -> None:
+        """Creates the host.
+
+        Args:
+            registered: What to run.
+            disable_after_failures: Episodes that fail in a row until the tag is disabled.
+        """
+        self.registered = registered
+        self.disabled = False
+        self._disable_after_failures = disable_after_failures
+        self._failures_in_a_row = 0
+        self._on_loop = registered.built_in
+        self._declared_metrics = set(registered.description.metric_aggregation)
+        self._threads = WorkerThreads(f"environment-{registered.tag}", THREADS_PER_TAG)
+
+    async def start(self, options: Mapping[str, Any], seed: int) -> tuple[Episode | None, pb.OpenSessionResponse]:
+        """Constructs an environment and resets it.
+
+        Args:
+            options: Overrides from the request.
+            seed: Seed of the reset.
+
+        Returns:
+            The episode and its start state; or no episode and a response with `failure` set.
+
+        Raises:
+            RollwireError: The tag is disabled, or an option is not allowed.
+        """
+        if self.disabled:
+            raise precondition(
+                Reason.ENVIRONMENT_DISABLED,
+                f"environment {self.registered.tag} is disabled: {self._failures_in_a_row} episodes in a row failed; "
+                "see the server's log, repair the environment, and restart the server",
+                environment_tag=self.registered.tag,
+            )
+        try:
+            overrides = self.registered.schema.requested(options)
+        except OptionError as error:
+            raise invalid_field(f"options.{error.name}", error.value, error.allowed) from error
+        result = await self._in_thread(lambda: self._start(overrides, seed))
+        if isinstance(result, _Rejected):
+            raise _refused_options(overrides, result.reason)
+        if isinstance(result, pb.EnvironmentFailure):
+            self._count_failure(result)
+            return None, pb.OpenSessionResponse(failure=result)
+        return result
+
+    def _start(self, overrides: dict[str, Any], seed: int) -> tuple[Episode, pb.OpenSessionResponse] | _Rejected:
+        try:
+            environment = self.registered.factory(**{**self.registered.options, **overrides})
+        except (ValueError, TypeError) as error:
+            if overrides:  # the caller's mistake must not disable the tag for others
+                return _Rejected(failure_of(error).message)
+            raise
+        reply = environment.reset(seed)
+        response = start_response(reply, environment.max_turns)
+        return Episode(environment, response.max_turns), response
+
+    async def play(self, episode: Episode, action: str) -> pb.StepResponse:
+        """Plays a turn; a failure is in the response."""
+        async with episode.lock:
+            result: pb.StepResponse | pb.EnvironmentFailure | None = episode.lost
+            if result is None:
+                result = await self._in_thread(lambda: self._step(episode, action), episode)
+        if isinstance(result, pb.EnvironmentFailure):
+            return self._failed_turn(episode, result)
+        self._learn_end(episode)
+        return result
+
+    def can_play_now(self, episode: Episode) -> bool:
+        """Tells whether `play_now` may be used for the next turn."""
+        return self._on_loop and episode.lost is None and not episode.lock.locked()
+
+    def play_now(self, episode: Episode, action: str) -> pb.StepResponse:
+        """Plays a turn of a built-in environment on the event loop; a failure is in the response."""
+        try:
+            response = self._step(episode, action)
+        except Exception as error:
+            return self._failed_turn(episode, self._failed(error))
+        self._learn_end(episode)
+        return response
+
+    def _step(self, episode: Episode, action: str) -> pb.StepResponse:
+        reply = episode.environment.step(action)
+        response = step_response(reply)
+        episode.turns += 1
+        if episode.turns >= episode.max_turns and not response.terminated:
+            response.truncated = True
+        episode.ended = response.terminated or response.truncated
+        modes = reply[4].get("metrics_agg_mode")
+        if modes:
+            self._learn_aggregation(modes)
+        return response
+
+    def _failed_turn(self, episode: Episode, found: pb.EnvironmentFailure) -> pb.StepResponse:
+        episode.ended = True
+        self._count_failure(found)
+        return pb.StepResponse(failure=found)
+
+    def _learn_end(self, episode: Episode) -> None:
+        """An episode that ends without a failure clears the count of failures."""
+        if episode.ended:
+            self._failures_in_a_row = 0
+
+    async def draw(self, episode: Episode, render_format: pb.RenderFormat.ValueType) -> pb.RenderResponse:
+        """Draws the current state.
+
+        Raises:
+            RollwireError: The environment cannot draw itself in this format.
+        """
+        if render_format not in self.registered.description.render_formats:
+            raise precondition(
+                Reason.RENDER_UNSUPPORTED,
+                f"environment {self.registered.tag} cannot draw {pb.RenderFormat.Name(render_format)}; it offers: "
+                f"{', '.join(map(pb.RenderFormat.Name, self.registered.description.render_formats)) or 'nothing'}",
+                environment_tag=self.registered.tag,
+            )
+        async with episode.lock:
+            result: pb.RenderResponse | pb.EnvironmentFailure | None = episode.lost
+            if result is None:
+                result = await self._in_thread(lambda: _draw(episode, render_format), episode)
+        if isinstance(result, pb.EnvironmentFailure):
+            raise precondition(
+                Reason.RENDER_UNSUPPORTED,
+                f"environment {self.registered.tag} failed to draw itself: {result.type}: {result.message}",
+                environment_tag=self.registered.tag,
+            )
+        return result
+
+    async def close(self, episode: Episode) -> None:
+        """Lets the environment free its resources, after what it is doing now. Failures are only logged."""
+        close = getattr(episode.environment, "close", None)
+        if callable(close):
+            async with episode.lock:
+                if episode.lost is None:
+                    await self._in_thread(close, episode)
+
+    async def _in_thread(self, work: Callable[[], T], episode: Episode | None = None) -> T | pb.EnvironmentFailure:
+        """Runs work in a thread of this tag; whatever goes wrong is returned as a failure."""
+
+        def guarded() -> T | pb.EnvironmentFailure:
+            try:
+                return work()
+            except BaseException as error:  # an environment may raise anything, SystemExit too
+                return self._failed(error)
+
+        timeout_s = self.registered.step_timeout_s
+        try:
+            return await self._threads.run(guarded, timeout_s)
+        except WorkTimeoutError:
+            message = f"no answer within {timeout_s:g} s"
+        except ThreadsHungError:
+            message = f"all {THREADS_PER_TAG} threads of this environment hang; restart the server"
+        found = failure(pb.ENVIRONMENT_FAILURE_KIND_TIMEOUT, "Timeout", message)
+        if episode is not None:
+            episode.lost = found
+        _log.warning(
+            "environment hangs", environment_tag=self.registered.tag, hung_threads=self._threads.hung, message=message
+        )
+        return found
+
+    def _failed(self, error: BaseException) -> pb.EnvironmentFailure:
+        _log.warning("environment failed", environment_tag=self.registered.tag, exc_info=error)
+        return failure_of(error)
+
+    def _count_failure(self, found: pb.EnvironmentFailure) -> None:
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row >= self._disable_after_failures and not self.disabled:
+            self.disabled = True
+            _log.error(
+                "environment disabled until the server restarts",
+                environment_tag=self.registered.tag,
+                failed_episodes_in_a_row=self._failures_in_a_row,
+                last_failure=f"{found.type}: {found.message}",
+            )
+
+    def _learn_aggregation(self, modes: object) -> None:
+        if isinstance(modes, dict) and modes.keys() <= self._declared_metrics:
+            return
+        known = self.registered.description.metric_aggregation
+        for name, mode in aggregations(modes).items():
+            if name not in known and len(known) < MAX_METRICS:
+                known[name] = mode
+        self._declared_metrics = set(known)
+
+
+@dataclass(frozen=True)
+class _Rejected:
+    """The constructor refused options of the request."""
+
+    reason: str
+
+
+def _refused_options(options: Mapping[str, Any], reason: str) -> RollwireError:
+    message = f"the environment refuses the options {dict(options)!r:.200}: {reason}"
+    return RollwireError(grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID_FIELD, message, fields={"options": message})
+
+
+def _draw(episode: Episode, render_format: pb.RenderFormat.ValueType) -> pb.RenderResponse:
+    environment: Any = episode.environment
+    if render_format == pb.RENDER_FORMAT_TEXT:
+        return pb.RenderResponse(text=text_drawing(environment.render_text()))
+    try:
+        png = encode_png(environment.render_rgb())
+    except ValueError as error:
+        raise InvalidResultError(str(error)) from error
+    if len(png) > MAX_CHUNK_BYTES:
+        raise InvalidResultError(f"the picture has {len(png)} bytes as PNG; allowed: at most {MAX_CHUNK_BYTES}")
+    return pb.RenderResponse(png=png)
