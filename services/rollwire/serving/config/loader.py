@@ -51,17 +51,18 @@ def _read_file(path: Path | None) -> DictConfig:
     if path is None:
         return OmegaConf.create({})
     try:
-        loaded = OmegaConf.load(path)
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"configuration file {path} does not exist") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path} is a directory; a YAML file is needed") from error
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        first = " ".join(str(error).split())
-        raise ConfigError(f"configuration file {path} cannot be read as YAML: {first}") from error
-    if not isinstance(loaded, DictConfig):
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(
+            f"configuration file {path} cannot be read as YAML: {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(loaded, dict):
         raise ConfigError(f"{path} holds no mapping at its top level; it needs sections such as `run:`")
-    return loaded
+    return OmegaConf.create(loaded)
 
 
 def _read_overrides(overrides: Sequence[str]) -> DictConfig:
