@@ -65,14 +65,60 @@ class _TensorEncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     """Not set; rejected with INVALID_ARGUMENT."""
     TENSOR_ENCODING_FULL: _TensorEncoding.ValueType  # 1
     """Row-major elements, little-endian, without padding: `byte_size` bytes."""
+    TENSOR_ENCODING_UNCHANGED: _TensorEncoding.ValueType  # 2
+    """Every bit is that of the base's tensor; the payload is empty."""
+    TENSOR_ENCODING_SPARSE: _TensorEncoding.ValueType  # 3
+    """The elements that differ from the base's. An element is taken as an unsigned little-endian word of w bytes, whatever
+    its type: w is 2 for float16 and bfloat16, 4 for float32, 8 for int64. The payload, `sparse_bytes` long, is a sequence of
+    blocks without padding. A block is:
+
+    1. c, then m: two little-endian uint32; 1 <= m <= 2^20 and c <= m.
+    2. m gap bytes. A reader of the tensor starts before element 0 and goes on from block to block. A byte b < 255 skips b
+    elements and selects the next one; a byte of 255 skips 255 elements and selects none. Exactly c bytes are below 255.
+    3. w planes of c bytes: plane 0 has the lowest byte of each value, plane 1 the next one, and so on; values are in the
+    order of their elements. A value is the zig-zag form z of the difference d = new - old modulo 2^(8w): with d read as
+    signed, z = 2d where d >= 0 and z = -2d - 1 where d < 0. The reader adds d to the base's word modulo 2^(8w).
+
+    The c of all blocks add up to `changed_elements`, and every selected element lies inside the tensor.
+    """
+    TENSOR_ENCODING_SPARSE_ZSTD: _TensorEncoding.ValueType  # 4
+    """The payload of TENSOR_ENCODING_SPARSE as one Zstandard frame (RFC 8878) with a window of at most 8 MiB and without a
+    dictionary. `payload_bytes` is below `sparse_bytes`, which is the size of the content.
+    """
 
 class TensorEncoding(_TensorEncoding, metaclass=_TensorEncodingEnumTypeWrapper):
-    """TensorEncoding says how the payload of one tensor is to be read."""
+    """TensorEncoding says how the payload of one tensor is to be read.
+
+    All encodings are lossless: the decoded tensor has exactly the bits of the published one, NaN payloads and the sign of
+    zero included, and its SHA-256 is `TensorSpec.sha256`. All but FULL are relative to the same tensor of
+    `WeightManifest.base` and are sent only to a reader that names them in `FetchWeightsRequest.accepted_encodings`. The
+    sender chooses per tensor whatever is smallest.
+    """
 
 TENSOR_ENCODING_UNSPECIFIED: TensorEncoding.ValueType  # 0
 """Not set; rejected with INVALID_ARGUMENT."""
 TENSOR_ENCODING_FULL: TensorEncoding.ValueType  # 1
 """Row-major elements, little-endian, without padding: `byte_size` bytes."""
+TENSOR_ENCODING_UNCHANGED: TensorEncoding.ValueType  # 2
+"""Every bit is that of the base's tensor; the payload is empty."""
+TENSOR_ENCODING_SPARSE: TensorEncoding.ValueType  # 3
+"""The elements that differ from the base's. An element is taken as an unsigned little-endian word of w bytes, whatever
+its type: w is 2 for float16 and bfloat16, 4 for float32, 8 for int64. The payload, `sparse_bytes` long, is a sequence of
+blocks without padding. A block is:
+
+1. c, then m: two little-endian uint32; 1 <= m <= 2^20 and c <= m.
+2. m gap bytes. A reader of the tensor starts before element 0 and goes on from block to block. A byte b < 255 skips b
+elements and selects the next one; a byte of 255 skips 255 elements and selects none. Exactly c bytes are below 255.
+3. w planes of c bytes: plane 0 has the lowest byte of each value, plane 1 the next one, and so on; values are in the
+order of their elements. A value is the zig-zag form z of the difference d = new - old modulo 2^(8w): with d read as
+signed, z = 2d where d >= 0 and z = -2d - 1 where d < 0. The reader adds d to the base's word modulo 2^(8w).
+
+The c of all blocks add up to `changed_elements`, and every selected element lies inside the tensor.
+"""
+TENSOR_ENCODING_SPARSE_ZSTD: TensorEncoding.ValueType  # 4
+"""The payload of TENSOR_ENCODING_SPARSE as one Zstandard frame (RFC 8878) with a window of at most 8 MiB and without a
+dictionary. `payload_bytes` is below `sparse_bytes`, which is the size of the content.
+"""
 global___TensorEncoding = TensorEncoding
 
 @typing.final
@@ -116,6 +162,8 @@ class TensorSpec(google.protobuf.message.Message):
     ENCODING_FIELD_NUMBER: builtins.int
     PAYLOAD_OFFSET_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    CHANGED_ELEMENTS_FIELD_NUMBER: builtins.int
+    SPARSE_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Fully qualified parameter name as Hugging Face transformers gives it, at most 512 characters. Unique in a manifest."""
     dtype: global___DataType.ValueType
@@ -129,7 +177,15 @@ class TensorSpec(google.protobuf.message.Message):
     payload_offset: builtins.int
     """Position of the first payload byte in the concatenation of all chunk payloads."""
     payload_bytes: builtins.int
-    """Payload length in bytes; equals `byte_size` for TENSOR_ENCODING_FULL."""
+    """Payload length in bytes; equals `byte_size` for TENSOR_ENCODING_FULL, 0 for TENSOR_ENCODING_UNCHANGED, and is below
+    `byte_size` for the sparse encodings.
+    """
+    changed_elements: builtins.int
+    """Number of elements that the payload changes, 1 to the number of elements. Sparse encodings only, else 0."""
+    sparse_bytes: builtins.int
+    """Length of the sparse payload before compression; equals `payload_bytes` for TENSOR_ENCODING_SPARSE. Sparse encodings
+    only, else 0.
+    """
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Extents, outermost first; empty for a scalar. Every extent is >= 1."""
@@ -145,8 +201,10 @@ class TensorSpec(google.protobuf.message.Message):
         encoding: global___TensorEncoding.ValueType = ...,
         payload_offset: builtins.int = ...,
         payload_bytes: builtins.int = ...,
+        changed_elements: builtins.int = ...,
+        sparse_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["byte_size", b"byte_size", "dtype", b"dtype", "encoding", b"encoding", "name", b"name", "payload_bytes", b"payload_bytes", "payload_offset", b"payload_offset", "sha256", b"sha256", "shape", b"shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["byte_size", b"byte_size", "changed_elements", b"changed_elements", "dtype", b"dtype", "encoding", b"encoding", "name", b"name", "payload_bytes", b"payload_bytes", "payload_offset", b"payload_offset", "sha256", b"sha256", "shape", b"shape", "sparse_bytes", b"sparse_bytes"]) -> None: ...
 
 global___TensorSpec = TensorSpec
 
@@ -161,11 +219,16 @@ class WeightManifest(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    BASE_DIGEST_FIELD_NUMBER: builtins.int
     payload_bytes: builtins.int
     """Sum of all `payload_bytes`."""
     digest: builtins.bytes
     """Digest of the version: SHA-256 (32 bytes) over, for each tensor in ascending byte order of its UTF-8 name,
     the name, one zero byte and the tensor's 32-byte `sha256`. Independent of encoding, order and chunking.
+    """
+    base_digest: builtins.bytes
+    """Digest of `base`, computed as `digest` is. Set exactly when `base` is set. A reader whose weights have another digest
+    must discard the stream and ask again without `have`.
     """
     @property
     def version(self) -> global___WeightVersion:
@@ -173,7 +236,9 @@ class WeightManifest(google.protobuf.message.Message):
 
     @property
     def base(self) -> global___WeightVersion:
-        """The version that encoded tensors are relative to; unset when every tensor is TENSOR_ENCODING_FULL."""
+        """The version that encoded tensors are relative to: the `FetchWeightsRequest.have` of the reader. Unset when every tensor
+        is TENSOR_ENCODING_FULL.
+        """
 
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TensorSpec]:
@@ -189,15 +254,19 @@ class WeightManifest(google.protobuf.message.Message):
         tensors: collections.abc.Iterable[global___TensorSpec] | None = ...,
         payload_bytes: builtins.int = ...,
         digest: builtins.bytes = ...,
+        base_digest: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["base", b"base", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "digest", b"digest", "payload_bytes", b"payload_bytes", "tensors", b"tensors", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_digest", b"base_digest", "digest", b"digest", "payload_bytes", b"payload_bytes", "tensors", b"tensors", "version", b"version"]) -> None: ...
 
 global___WeightManifest = WeightManifest
 
 @typing.final
 class WeightChunk(google.protobuf.message.Message):
-    """WeightChunk is one piece of the concatenated payload."""
+    """WeightChunk is one piece of the concatenated payload.
+
+    Fields may arrive in any order, as everywhere in protobuf; Rollwire's own sender puts `data` first so that it is aligned.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

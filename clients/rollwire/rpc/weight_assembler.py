@@ -1,0 +1,335 @@
+"""The receiver of a weight stream: manifest → chunks → commit, verified while it arrives.
+
+Anything that is out of order, damaged, short or not what the manifest says is refused; until the commit is accepted and
+every tensor's SHA-256 agrees, nothing may be used. No sockets, no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import zlib
+from collections.abc import AsyncIterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import numpy as np
+
+from rollwire.rpc.limits import MAX_CHUNK_BYTES
+from rollwire.rpc.versions import version_text
+from rollwire.rpc.weight_buffers import HostBuffers
+from rollwire.rpc.weight_delta import SparseTensor, apply_sparse
+from rollwire.rpc.weight_lanes import INLINE_BYTES, Lane, Lanes, default_threads
+from rollwire.rpc.weight_manifest import (
+    ELEMENT_BYTES,
+    Base,
+    HostTensor,
+    TensorLayout,
+    check_manifest,
+    corrupt,
+    full_manifest,
+)
+from rollwire.rpc.weight_wire import Chunk, read_response
+from rollwire.v1 import learner_pb2, weights_pb2
+
+_ALIGNMENT_BYTES: Final = 64
+_FULL: Final = weights_pb2.TENSOR_ENCODING_FULL
+_UNCHANGED: Final = weights_pb2.TENSOR_ENCODING_UNCHANGED
+
+
+class HeldWeights:
+    """A version that was received and verified completely.
+
+    Attributes:
+        version: The version.
+        digest: `WeightManifest.digest` of it.
+        sha256: SHA-256 of each tensor, by name.
+        tensors: The tensors in the order they arrived; their memory is one buffer, see `release`.
+    """
+
+    def __init__(
+        self,
+        manifest: weights_pb2.WeightManifest,
+        tensors: dict[str, HostTensor],
+        buffer: memoryview,
+        buffers: HostBuffers,
+    ) -> None:
+        self.version = manifest.version
+        self.digest = manifest.digest
+        self.sha256 = {spec.name: spec.sha256 for spec in manifest.tensors}
+        self.tensors = tensors
+        self._buffer: memoryview | None = buffer
+        self._buffers = buffers
+
+    @property
+    def base(self) -> Base:
+        """What `check_manifest` needs to know of these weights as the base of the next update."""
+        return Base(self.version, self.digest, self.sha256)
+
+    def manifest(self) -> weights_pb2.WeightManifest:
+        """Describes these weights for another reader, without hashing them again."""
+        layouts = {name: TensorLayout(tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
+        return full_manifest(self.version, layouts, self.sha256)
+
+    def release(self) -> None:
+        """Gives the memory back for the update after next; the tensors must not be used any more. Idempotent."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._buffers.give_back(buffer)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Receives one tensor.
+
+    `sink` takes payload bytes as they arrive: the tensor itself for a full payload, `payload` for a sparse one.
+    """
+
+    spec: weights_pb2.TensorSpec
+    target: memoryview
+    payload: bytearray
+    sink: memoryview
+    lane: Lane
+    sha256: Any
+
+
+class WeightAssembler:
+    """Receives one stream into host memory beside the live weights, verifying while it receives.
+
+    Hashing and patching run in a few threads behind `feed`, for large tensors only. Memory: one buffer of the version's
+    size, the payloads of sparse tensors until they are applied, and for each thread the decoded payload of one tensor.
+
+    The base is only read, so a broken stream leaves it as it was. Use as a context manager, or call `close` when a
+    stream is given up; after `result` neither is needed.
+
+    Args:
+        expected: Layout of every tensor of the model, by name; a manifest must have exactly these.
+        version: Version asked for.
+        base: What is held and was named in `FetchWeightsRequest.have`.
+        buffers: Where the memory comes from; by default a buffer of its own.
+        threads: Worker threads; None for the machine's default, 0 for none.
+    """
+
+    def __init__(
+        self,
+        expected: Mapping[str, TensorLayout],
+        version: weights_pb2.WeightVersion,
+        *,
+        base: HeldWeights | None = None,
+        buffers: HostBuffers | None = None,
+        threads: int | None = None,
+    ) -> None:
+        self._expected = expected
+        self._version = version
+        self._base = base
+        self._buffers = buffers if buffers is not None else HostBuffers()
+        self._threads = default_threads() if threads is None else threads
+        self._manifest: weights_pb2.WeightManifest | None = None
+        self._buffer: memoryview | None = None
+        self._lanes = Lanes(0)
+        self._slots: list[_Slot] = []
+        self._at = 0  # slot that the next payload byte belongs to
+        self._filled = 0  # bytes that it has
+        self._received = 0
+        self._chunks: list[tuple[int, int, int]] = []  # offset, size and CRC-32 of each
+        self._committed = False
+        self._held: HeldWeights | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def received_bytes(self) -> int:
+        """Payload bytes accepted so far."""
+        return self._received
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the version, as the manifest gives it; empty before the manifest."""
+        return self._manifest.digest if self._manifest is not None else b""
+
+    def feed(self, message: learner_pb2.FetchWeightsResponse | bytes) -> None:
+        """Accepts the next message, parsed or as it came over the wire.
+
+        Raises:
+            RollwireError: DATA_LOSS / `WEIGHTS_CORRUPT` or FAILED_PRECONDITION / `WEIGHTS_MISMATCH`; the assembler is
+                useless from then on.
+        """
+        if self._committed:
+            raise corrupt("a message follows the commit")
+        response = read_response(message) if isinstance(message, bytes) else message
+        if isinstance(response, Chunk):
+            self._append(response)
+            return
+        part = response.WhichOneof("part")
+        if part == "manifest":
+            self._begin(response.manifest)
+        elif part == "chunk":
+            chunk = response.chunk
+            self._append(Chunk(chunk.offset, chunk.crc32, memoryview(chunk.data)))
+        elif part == "commit":
+            self._finish(response.commit)
+        else:
+            raise corrupt("a message holds neither manifest nor chunk nor commit")
+
+    def tensors(self) -> dict[str, HostTensor]:
+        """Returns the tensors of `result`."""
+        return self.result().tensors
+
+    def result(self) -> HeldWeights:
+        """Waits until everything is verified and returns the version, whose memory now belongs to the result.
+
+        Raises:
+            RollwireError: DATA_LOSS / `WEIGHTS_CORRUPT` when the stream ended before its commit or a tensor is damaged.
+        """
+        if self._held is not None:
+            return self._held
+        if self._manifest is None or not self._committed or self._buffer is None:
+            raise corrupt(f"the stream ended after {self._received} bytes, before its commit")
+        try:
+            self._lanes.join()
+        except BaseException:
+            self.close()
+            raise
+        tensors = {
+            slot.spec.name: HostTensor(slot.spec.dtype, tuple(slot.spec.shape), slot.target) for slot in self._slots
+        }
+        self._held = HeldWeights(self._manifest, tensors, self._buffer, self._buffers)
+        self._buffer = None
+        return self._held
+
+    def close(self) -> None:
+        """Stops the threads and gives the buffer back, unless `result` has handed it over. Idempotent."""
+        self._lanes.close()
+        self._committed = False
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._slots.clear()
+            self._buffers.give_back(buffer)
+
+    def _begin(self, manifest: weights_pb2.WeightManifest) -> None:
+        if self._manifest is not None:
+            raise corrupt("a second manifest arrived")
+        if manifest.version != self._version:
+            raise corrupt(
+                f"the manifest is of version {version_text(manifest.version)}, "
+                f"asked for was {version_text(self._version)}"
+            )
+        check_manifest(manifest, self._expected, self._base.base if self._base is not None else None)
+        self._manifest = manifest
+        sizes = [-(-spec.byte_size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for spec in manifest.tensors]
+        self._buffer = self._buffers.take(sum(sizes))
+        self._lanes = Lanes(self._threads if max(sizes, default=0) >= INLINE_BYTES else 0)
+        start = 0
+        for spec, size in zip(manifest.tensors, sizes, strict=True):
+            target = self._buffer[start : start + spec.byte_size]
+            payload = bytearray(0 if spec.encoding == _FULL else spec.payload_bytes)
+            sink = target if spec.encoding == _FULL else memoryview(payload)
+            self._slots.append(_Slot(spec, target, payload, sink, self._lanes.lane(spec.byte_size), hashlib.sha256()))
+            start += size
+        self._complete_empty()
+
+    def _append(self, chunk: Chunk) -> None:
+        manifest = self._manifest
+        if manifest is None:
+            raise corrupt("a chunk arrived before the manifest")
+        size = chunk.data.nbytes
+        if chunk.offset != self._received:
+            raise corrupt(f"a chunk starts at byte {chunk.offset}, expected was byte {self._received}")
+        if not 0 < size <= MAX_CHUNK_BYTES or self._received + size > manifest.payload_bytes:
+            raise corrupt(
+                f"a chunk of {size} bytes at byte {chunk.offset}; allowed: 1 to {MAX_CHUNK_BYTES} bytes, "
+                f"{manifest.payload_bytes} in all"
+            )
+        # A full payload is covered by its tensor's SHA-256: checking both would cost time at every byte. There the
+        # CRC-32 serves to name the damaged chunk.
+        if manifest.HasField("base") and zlib.crc32(chunk.data) != chunk.crc32:
+            raise corrupt(f"the checksum of the chunk at byte {chunk.offset} differs")
+        self._lanes.check()
+        self._chunks.append((chunk.offset, size, chunk.crc32))
+        self._received += size
+        rest = chunk.data
+        while rest:
+            rest = rest[self._fill(rest) :]
+            self._complete_empty()
+
+    def _fill(self, rest: memoryview) -> int:
+        """Gives the slot at hand as much as it takes; returns how much that was."""
+        slot = self._slots[self._at]
+        start = self._filled
+        self._filled = min(start + rest.nbytes, slot.sink.nbytes)
+        piece = slot.sink[start : self._filled]
+        piece[:] = rest[: piece.nbytes]
+        if slot.spec.encoding == _FULL:
+            slot.lane.submit(slot.sha256.update, piece)
+        return piece.nbytes
+
+    def _complete_empty(self) -> None:
+        """Finishes the slots that need no more bytes."""
+        while self._at < len(self._slots) and self._filled == self._slots[self._at].sink.nbytes:
+            slot = self._slots[self._at]
+            if slot.spec.encoding == _FULL:
+                slot.lane.submit(self._verify, slot)
+            else:
+                slot.lane.submit(self._patch, slot)
+            self._at += 1
+            self._filled = 0
+
+    def _patch(self, slot: _Slot) -> None:
+        """Makes the tensor from the base's; runs in a lane."""
+        assert self._base is not None
+        spec = slot.spec
+        np.copyto(np.frombuffer(slot.target, np.uint8), np.frombuffer(self._base.tensors[spec.name].data, np.uint8))
+        if spec.encoding == _UNCHANGED:  # its digest is the base's: `check_manifest` compared them
+            return
+        change = SparseTensor(spec.encoding, spec.changed_elements, spec.sparse_bytes, slot.payload)
+        apply_sparse(slot.target, ELEMENT_BYTES[spec.dtype], change)
+        slot.payload, slot.sink = bytearray(), memoryview(b"")
+        slot.sha256.update(slot.target)
+        self._verify(slot)
+
+    def _verify(self, slot: _Slot) -> None:
+        """Compares the tensor's digest; runs in a lane."""
+        if slot.sha256.digest() != slot.spec.sha256:
+            raise corrupt(f"the digest of tensor {slot.spec.name} differs{self._damage(slot)}")
+
+    def _damage(self, slot: _Slot) -> str:
+        """Says which chunk of a full payload is damaged, if its checksum shows it."""
+        if slot.spec.encoding != _FULL:
+            return ""
+        first, last = slot.spec.payload_offset, slot.spec.payload_offset + slot.spec.payload_bytes
+        for offset, size, crc32 in self._chunks:
+            inside = first <= offset and offset + size <= last
+            if inside and zlib.crc32(slot.target[offset - first : offset - first + size]) != crc32:
+                return f": the chunk at byte {offset} is damaged"
+        return ""
+
+    def _finish(self, commit: weights_pb2.WeightCommit) -> None:
+        manifest = self._manifest
+        if manifest is None:
+            raise corrupt("the commit arrived before the manifest")
+        if self._received != manifest.payload_bytes or commit.payload_bytes != manifest.payload_bytes:
+            raise corrupt(f"{self._received} bytes arrived, the manifest announced {manifest.payload_bytes}")
+        if commit.digest != manifest.digest:
+            raise corrupt("the digest of the commit differs from the manifest's")
+        self._committed = True
+
+
+async def receive_weights(
+    responses: AsyncIterable[learner_pb2.FetchWeightsResponse | bytes], assembler: WeightAssembler
+) -> HeldWeights:
+    """Feeds a stream into an assembler without blocking the event loop; closes the assembler on any failure.
+
+    Raises:
+        RollwireError: As `WeightAssembler.feed` and `WeightAssembler.result`, or what reading the stream raises.
+    """
+    try:
+        async for response in responses:
+            assembler.feed(response)
+        return await asyncio.to_thread(assembler.result)
+    except BaseException:
+        await asyncio.to_thread(assembler.close)
+        raise

@@ -1,0 +1,250 @@
+"""The sender's side of weight updates: the present version for any number of readers, and what changed before it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from threading import Lock
+from typing import Final, TypeAlias, TypeVar
+from weakref import WeakSet
+
+import grpc
+
+from rollwire.rpc.errors import Reason, RollwireError, not_found
+from rollwire.rpc.limits import CHUNK_BYTES
+from rollwire.rpc.versions import version_text
+from rollwire.rpc.weight_delta import UNCHANGED
+from rollwire.rpc.weight_lanes import Lanes, default_threads
+from rollwire.rpc.weight_manifest import TensorLayout
+from rollwire.rpc.weight_snapshot import Snapshot, SnapshotBuilder
+from rollwire.rpc.weight_steps import Step, Steps, version_key
+from rollwire.rpc.weight_wire import write_chunks, write_commit, write_manifest
+from rollwire.v1 import learner_pb2, weights_pb2
+
+PublishedTensor: TypeAlias = tuple[str, TensorLayout, Iterable[memoryview]]
+"""Name, layout and bytes in order; each piece flat, of whole elements, and not needed after the next one was taken."""
+
+_T = TypeVar("_T")
+_PENDING_JOBS: Final = 4
+_RETRY_S: Final = 1.0
+_ZSTD: Final = weights_pb2.TENSOR_ENCODING_SPARSE_ZSTD
+_DELTA: Final = {weights_pb2.TENSOR_ENCODING_UNCHANGED, weights_pb2.TENSOR_ENCODING_SPARSE}
+
+
+class WeightStream:
+    """The serialised messages of one stream; iterate once. Each piece of the version is let go when it is sent.
+
+    Args:
+        manifest: Table of contents.
+        ready: Serialised chunks, for a stream that sends the version in full.
+        pieces: Payload that is still to be cut into chunks, for any other.
+    """
+
+    def __init__(
+        self, manifest: weights_pb2.WeightManifest, ready: Iterable[bytes] = (), pieces: Iterable[memoryview] = ()
+    ) -> None:
+        self.manifest = manifest
+        self._ready = deque(ready)
+        self._pieces = deque(pieces)
+        self._superseded = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield write_manifest(self.manifest)
+        yield from _drained(self._ready)
+        for chunk in write_chunks(_drained(self._pieces), CHUNK_BYTES):
+            yield chunk.message
+        if self._superseded:
+            raise _unknown(self.manifest.version, "was replaced twice while it was being sent")
+        yield write_commit(self.manifest)
+
+    def cut(self) -> None:
+        """Frees what has not been sent; the stream then ends with NOT_FOUND / `UNKNOWN_VERSION`."""
+        self._superseded = True
+        self._ready.clear()
+        self._pieces.clear()
+
+
+class WeightPublisher:
+    """Holds the present version and what changed in the latest steps. Thread-safe.
+
+    A version is encoded once, whatever the number of readers: its chunks are serialised when it is published, and what
+    changed since an earlier version is composed at the first request for it.
+
+    Host memory, as a share of the version's size in the serving dtype: 1 for the present version, at most `delta_share`
+    for changes, nothing for each reader. While publishing also one piece of a tensor, and for each thread 4 chunks and
+    about 30 MiB. Streams that still send the version before the present one keep what they have not sent, together at
+    most 1 more; streams of older ones are cut.
+
+    Args:
+        kept_bases: Number of earlier versions that readers can be brought up from without sending everything.
+        delta_share: Most memory for changes; a step that changed more is sent in full.
+        threads: Threads that hash and compare while publishing; None for the machine's default, 0 for none.
+        chunk_bytes: Payload of a chunk, 16 KiB to 2 MiB.
+    """
+
+    def __init__(
+        self,
+        *,
+        kept_bases: int = 4,
+        delta_share: float = 0.15,
+        threads: int | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._delta_share = delta_share
+        self._threads = default_threads() if threads is None else threads
+        self._chunk_bytes = chunk_bytes
+        self._present: Snapshot | None = None
+        self._next: weights_pb2.WeightVersion | None = None
+        self._steps = Steps(kept_bases)
+        self._streams: WeakSet[WeightStream] = WeakSet()
+        self._lock = Lock()
+        self._publishing = Lock()
+
+    @property
+    def manifest(self) -> weights_pb2.WeightManifest | None:
+        """Manifest of the present version in full; None before the first and while one is being replaced."""
+        present = self._present
+        return present.manifest if present is not None else None
+
+    @property
+    def delta_bytes(self) -> int:
+        """Memory that changes take."""
+        return self._steps.held_bytes
+
+    def publish(
+        self, version: weights_pb2.WeightVersion, tensors: Iterable[PublishedTensor]
+    ) -> weights_pb2.WeightManifest:
+        """Replaces the present version.
+
+        Until it returns, new requests are told to come again. If it raises, no version is held any more: publish again.
+
+        Args:
+            version: The new version.
+            tensors: Every tensor once, always in the same order.
+
+        Returns:
+            The manifest of the new version in full.
+
+        Raises:
+            ValueError: A tensor occurs twice or its pieces do not have its size.
+        """
+        with self._publishing:
+            base = self.manifest
+            self._steps.begin(int(self._delta_share * base.payload_bytes) if base is not None else 0)
+            try:
+                with Lanes(self._threads, _PENDING_JOBS) as lanes:
+                    builder = SnapshotBuilder(
+                        version, self._begin(version), lanes, self._chunk_bytes, self._steps.reserve
+                    )
+                    for name, layout, pieces in tensors:
+                        builder.add(name, layout, pieces)
+                    snapshot, changes = builder.finish()
+            except BaseException:
+                self._commit(None, None)
+                raise
+            step = None
+            if base is not None and changes is not None:
+                step = Step(base.version, base.digest, version_key(version), changes)
+            self._commit(snapshot, step)
+            return snapshot.manifest
+
+    def open(self, request: learner_pb2.FetchWeightsRequest) -> WeightStream:
+        """Returns the stream that answers a request. May compose changes, which takes a moment: call it in a thread.
+
+        Raises:
+            RollwireError: NOT_FOUND / `UNKNOWN_VERSION`; UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE` with a retry delay
+                while the version is being published.
+        """
+        wanted = request.version if request.HasField("version") else None
+        step = self._step(request, wanted)
+        with self._lock:
+            present = self._current(wanted)
+            if step is not None and step.target == version_key(present.manifest.version):
+                stream = _delta_stream(present, step, compressed=_ZSTD in request.accepted_encodings)
+            else:
+                stream = WeightStream(
+                    present.manifest, [chunk.message for chunk in present.chunks if chunk is not None]
+                )
+            self._streams.add(stream)
+            return stream
+
+    def _begin(self, version: weights_pb2.WeightVersion) -> Snapshot | None:
+        with self._lock:
+            previous, self._present, self._next = self._present, None, version
+            for stream in list(self._streams):
+                if previous is None or stream.manifest.version != previous.manifest.version:
+                    stream.cut()
+            return previous
+
+    def _commit(self, snapshot: Snapshot | None, step: Step | None) -> None:
+        self._steps.commit(step)
+        with self._lock:
+            self._present, self._next = snapshot, None
+
+    def _current(self, wanted: weights_pb2.WeightVersion | None) -> Snapshot:
+        """Returns the present version if it is the one wanted; the lock is held."""
+        if self._present is None:
+            if self._next is not None and wanted in (None, self._next):
+                raise RollwireError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    Reason.WEIGHT_SOURCE_UNAVAILABLE,
+                    f"version {version_text(self._next)} is being published; ask again in {_RETRY_S:g} s",
+                    retry_after_s=_RETRY_S,
+                )
+            raise _unknown(wanted, "is not held, and no other one is")
+        version = self._present.manifest.version
+        if wanted not in (None, version):
+            raise _unknown(wanted, f"is not held; the present one is {version_text(version)}")
+        return self._present
+
+    def _step(self, request: learner_pb2.FetchWeightsRequest, wanted: weights_pb2.WeightVersion | None) -> Step | None:
+        """Returns what the reader needs beside what it has; None when it must get everything."""
+        if not request.HasField("have") or not _DELTA.issubset(request.accepted_encodings):
+            return None
+        with self._lock:
+            present = self._current(wanted)
+        target = version_key(present.manifest.version)
+        if version_key(request.have) == target:
+            return Step(request.have, present.manifest.digest, target, [UNCHANGED] * len(present.layouts))
+        return self._steps.find(version_key(request.have), target, list(present.layouts.values()))
+
+
+def _delta_stream(present: Snapshot, step: Step, *, compressed: bool) -> WeightStream:
+    """Returns the stream of a step; without `compressed` the payloads are sent as they were before compression."""
+    manifest = weights_pb2.WeightManifest(
+        version=present.manifest.version,
+        base=step.base,
+        digest=present.manifest.digest,
+        base_digest=step.base_digest,
+    )
+    pieces: list[memoryview] = []
+    for full, known in zip(present.manifest.tensors, step.changes, strict=True):
+        spec = manifest.tensors.add()
+        spec.CopyFrom(full)
+        spec.payload_offset = manifest.payload_bytes
+        if known is None:
+            pieces.extend(present.pieces(full.payload_offset, full.payload_bytes))
+        else:
+            change = known if compressed else known.plain()
+            spec.encoding = change.encoding
+            spec.payload_bytes = len(change.payload)
+            spec.changed_elements = change.changed
+            spec.sparse_bytes = change.sparse_bytes
+            pieces.append(memoryview(change.payload))
+        manifest.payload_bytes += spec.payload_bytes
+    return WeightStream(manifest, pieces=pieces)
+
+
+def _drained(items: deque[_T]) -> Iterator[_T]:
+    """Yields and removes the items; another thread may clear them at any time."""
+    while True:
+        try:
+            item = items.popleft()
+        except IndexError:
+            return
+        yield item
+
+
+def _unknown(version: weights_pb2.WeightVersion | None, what: str) -> RollwireError:
+    name = version_text(version) if version is not None else "the present one"
+    return not_found(Reason.UNKNOWN_VERSION, f"version {name} {what}", version=name)

@@ -1,0 +1,196 @@
+"""The bulk method's own wire code: `FetchWeights` messages as bytes, without protobuf's copies.
+
+A chunk is one `bytes` field with a few bytes around it, so it is written and read by hand here. What is written is a
+valid `FetchWeightsResponse` for any protobuf reader, and what the reader here does not recognise is left to protobuf.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from rollwire.rpc.weight_manifest import corrupt
+from rollwire.v1 import learner_pb2, learner_pb2_grpc, weights_pb2
+
+_SERVICE: Final = "rollwire.v1.LearnerService"
+_METHOD: Final = "FetchWeights"
+# Tags: field number and wire type. The tests check them against the generated code.
+_CHUNK: Final = 0x12
+_OFFSET: Final = 0x08
+_CRC32: Final = 0x15
+_DATA: Final = 0x1A
+_CRC32_FORM: Final = struct.Struct("<I")
+_MAX_VARINT_BYTES: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A received chunk; `data` lies inside the message it came in."""
+
+    offset: int
+    crc32: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class WireChunk:
+    """A chunk ready to be sent.
+
+    Attributes:
+        message: Serialised `FetchWeightsResponse`. The payload begins 8 bytes in when it has from 16 KiB to
+            almost 2 MiB, which keeps its elements aligned.
+        start: Where the payload begins.
+        size: Length of the payload.
+        offset: `WeightChunk.offset`.
+    """
+
+    message: bytes
+    start: int
+    size: int
+    offset: int
+
+    @property
+    def data(self) -> memoryview:
+        """The payload."""
+        return memoryview(self.message)[self.start : self.start + self.size]
+
+
+def write_chunk(offset: int, parts: Sequence[memoryview]) -> WireChunk:
+    """Serialises a chunk whose payload is the concatenation of some parts, copying each once."""
+    size = crc32 = 0
+    for part in parts:
+        size += part.nbytes
+        crc32 = zlib.crc32(part, crc32)
+    tail = bytes((_OFFSET,)) + _varint(offset) + bytes((_CRC32,)) + _CRC32_FORM.pack(crc32)
+    inner = bytes((_DATA,)) + _varint(size)
+    head = bytes((_CHUNK,)) + _varint(len(inner) + size + len(tail)) + inner
+    return WireChunk(b"".join((head, *parts, tail)), len(head), size, offset)
+
+
+def write_manifest(manifest: weights_pb2.WeightManifest) -> bytes:
+    """Serialises the first message of a stream."""
+    return learner_pb2.FetchWeightsResponse(manifest=manifest).SerializeToString()
+
+
+def write_commit(manifest: weights_pb2.WeightManifest) -> bytes:
+    """Serialises the last message of a stream."""
+    commit = weights_pb2.WeightCommit(digest=manifest.digest, payload_bytes=manifest.payload_bytes)
+    return learner_pb2.FetchWeightsResponse(commit=commit).SerializeToString()
+
+
+def write_chunks(payloads: Iterator[memoryview], chunk_bytes: int) -> Iterator[WireChunk]:
+    """Cuts payloads into chunks that run across them; a part is copied once, when its chunk is full."""
+    offset = filled = 0
+    parts: list[memoryview] = []
+    for payload in payloads:
+        position = 0
+        while position < payload.nbytes:
+            part = payload[position : position + chunk_bytes - filled]
+            parts.append(part)
+            position += part.nbytes
+            filled += part.nbytes
+            if filled == chunk_bytes:
+                yield write_chunk(offset, parts)
+                offset += filled
+                filled = 0
+                parts = []
+    if parts:
+        yield write_chunk(offset, parts)
+
+
+def read_response(message: bytes) -> Chunk | learner_pb2.FetchWeightsResponse:
+    """Parses one message of a stream.
+
+    Raises:
+        RollwireError: DATA_LOSS / `WEIGHTS_CORRUPT`: it is not a `FetchWeightsResponse`.
+    """
+    chunk = read_chunk(message)
+    if chunk is not None:
+        return chunk
+    try:
+        return learner_pb2.FetchWeightsResponse.FromString(message)
+    except DecodeError as error:
+        raise corrupt("a message of the weight stream is not a valid FetchWeightsResponse") from error
+
+
+def read_chunk(message: bytes) -> Chunk | None:
+    """Parses a message that holds a chunk and nothing else; None for any other, also a malformed one."""
+    if not message or message[0] != _CHUNK:
+        return None
+    length, at = _read_varint(message, 1)
+    if at + length != len(message):
+        return None
+    offset = crc32 = 0
+    payload = memoryview(b"")
+    while at < len(message):
+        tag = message[at]
+        at += 1
+        if tag == _CRC32 and at + _CRC32_FORM.size <= len(message):
+            (crc32,) = _CRC32_FORM.unpack_from(message, at)
+            at += _CRC32_FORM.size
+        elif tag == _OFFSET:
+            offset, at = _read_varint(message, at)
+        elif tag == _DATA:
+            size, at = _read_varint(message, at)
+            payload = memoryview(message)[at : at + size]
+            at += size
+        else:
+            return None
+        if at > len(message):
+            return None
+    return Chunk(offset, crc32, payload)
+
+
+def add_learner_to_server(servicer: learner_pb2_grpc.LearnerServiceServicer, server: grpc.aio.Server) -> None:
+    """Adds a servicer whose `FetchWeights` yields `bytes`; takes the place of the generated function.
+
+    Args:
+        servicer: The servicer; its `FetchWeights` is an async generator of serialised messages.
+        server: A server that has not started.
+    """
+    handler = grpc.unary_stream_rpc_method_handler(
+        servicer.FetchWeights,
+        request_deserializer=learner_pb2.FetchWeightsRequest.FromString,
+        response_serializer=None,
+    )
+    # Among generic handlers the first one of a method wins, among registered ones the last; which of the two kinds a
+    # server uses depends on the version of grpcio.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
+    learner_pb2_grpc.add_LearnerServiceServicer_to_server(servicer, server)
+    server.add_registered_method_handlers(_SERVICE, {_METHOD: handler})
+
+
+def fetch_weights_method(channel: grpc.aio.Channel) -> Any:
+    """Returns the callable of `FetchWeights` whose responses are serialised messages, for `WeightAssembler.feed`."""
+    return channel.unary_stream(
+        f"/{_SERVICE}/{_METHOD}",
+        request_serializer=learner_pb2.FetchWeightsRequest.SerializeToString,
+        response_deserializer=None,
+    )
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """Returns value and following position; a position past the end of the message says that it is malformed."""
+    value = 0
+    for position in range(at, min(at + _MAX_VARINT_BYTES, len(message))):
+        byte = message[position]
+        value |= (byte & 0x7F) << 7 * (position - at)
+        if byte < 0x80 and value < 1 << 64:
+            return value, position + 1
+    return 0, len(message) + 1
