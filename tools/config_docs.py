@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the configuration models: `python tools/config_docs.py`. A test keeps the two equal."""
+"""Writes docs/configuration.md from the models: `python tools/config_docs.py`. A test keeps the two equal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ One YAML file describes a run: `rollwire launch CONFIG` and `rollwire train CONF
 sections of it. A key that is not listed here is an error that names the nearest key. Every key has a default; the file
 needs only what differs.
 
-- Override keys on the command line: `rollwire launch CONFIG run.max_steps=10 'services.rollout=[10.0.0.2:50051]'`. Values
-  are YAML.
+- Override keys on the command line: `rollwire launch CONFIG run.max_steps=10 'services.rollout=[10.0.0.2:50051]'`.
+  Values are YAML.
 - Refer to other keys with `${...}`, such as `log_dir: ${run.output_dir}/curves`.
 - `rollwire config show CONFIG [KEY=VALUE]...` prints what it resolves to, `--dry-run` also the batch arithmetic, and
   `rollwire config schema` a JSON Schema for editors.

@@ -21,12 +21,14 @@ from rollwire.coordinator.run_dir import RunDir, create_run_dir
 from rollwire.coordinator.status import RunStatus
 from rollwire.serving.config import RunConfig, load_config
 from rollwire.serving.logs import configure_logging
+from rollwire.serving.model_files import model_source
+from rollwire.v1 import coordinator_pb2
 
 DEATH_DELAY_S: Final = 0.5
 
 
 def launch_command(arguments: Sequence[str] | None, *, dry_run: bool) -> None:
-    """Starts all servers on this host and trains. Raises `ConfigError` or `RunError`."""
+    """Starts all servers on this host and trains. Raises `ConfigError`, `ServeError` or `RunError`."""
     _command(arguments, dry_run=dry_run, launch=True)
 
 
@@ -42,6 +44,8 @@ def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool) ->
     if dry_run:
         print_dry_run(console, config, launch=launch)
         return
+    if launch:
+        model_source(config.model)  # found here, a missing model costs no start of four processes
     run_dir = create_run_dir(config, datetime.now().astimezone())
     console.print(f"run directory  {run_dir.path}", markup=False, highlight=False, soft_wrap=True)
     launcher = LocalLauncher(config, run_dir) if launch else None
@@ -78,17 +82,19 @@ async def _supervised(
         status.begin_phase("starting the servers")
         services = await launcher.start()
         config = config.model_copy(update={"services": services})
-        return await _beside(launcher, run_training(config, run_dir, status, children=lambda: launcher.pids))
+        run = run_training(config, run_dir, status, children=lambda: launcher.pids)
+        return await _beside(launcher, status, run)
     finally:
         await launcher.stop()
 
 
-async def _beside(launcher: LocalLauncher, run: Coroutine[Any, Any, RunSummary]) -> RunSummary:
+async def _beside(launcher: LocalLauncher, status: RunStatus, run: Coroutine[Any, Any, RunSummary]) -> RunSummary:
     """Runs while all servers live. The first one that ends, ends the run, and its own last words are the reason."""
     running, watching = asyncio.create_task(run), asyncio.create_task(launcher.watch())
     try:
         await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
+            status.state = coordinator_pb2.RUN_STATE_FAILED  # so that the ledger does not call it cancelled
             watching.result()
         try:
             return running.result()

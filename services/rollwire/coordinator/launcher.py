@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -30,6 +30,7 @@ STOP_GRACE_S: Final = 10.0
 
 _POLL_S: Final = 0.05
 _SHOWN_LINES: Final = 10
+_SHOWN_CHARS: Final = 300
 _READ_BYTES: Final = 64 * 1024
 
 # Keeping freed memory instead of returning it halves the CPU time of receiving weights. Read before Python starts.
@@ -94,11 +95,15 @@ class LocalLauncher:
     Args:
         config: The run.
         run_dir: Its directory.
+        command: Returns the command line of a server from its kind and the run's directory.
     """
 
-    def __init__(self, config: RunConfig, run_dir: RunDir) -> None:
+    def __init__(
+        self, config: RunConfig, run_dir: RunDir, command: Callable[[Kind, Path], list[str]] = child_command
+    ) -> None:
         self._config = config
         self._run_dir = run_dir
+        self._command = command
         self._children: list[Child] = []
 
     @property
@@ -169,7 +174,7 @@ class LocalLauncher:
         log_file = self._run_dir.log_dir / f"{kind}.log"
         with log_file.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *child_command(kind, self._run_dir.path),
+                *self._command(kind, self._run_dir.path),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -191,7 +196,7 @@ def _obituary(child: Child, status: int) -> str:
     errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
     if errors:
         return f"the {child.kind} server {how}: {errors[-1]}"
-    shown = "".join(f"\n  {line}" for line in lines[-_SHOWN_LINES:])
+    shown = "".join(f"\n  {_readable(line)}" for line in lines[-_SHOWN_LINES:])
     return f"the {child.kind} server {how}; its log is {child.log_file}{', which ends:' if shown else ''}{shown}"
 
 
@@ -200,3 +205,15 @@ def _last_lines(path: Path) -> list[str]:
         log.seek(0, os.SEEK_END)
         log.seek(max(0, log.tell() - _READ_BYTES))
         return log.read().decode(errors="replace").splitlines()
+
+
+def _readable(line: str) -> str:
+    """Returns a log line for people: of a JSON line its level, its event and the rest as `key=value`; cut when long."""
+    try:
+        fields = json.loads(line)
+        head = f"{fields.pop('level')}: {fields.pop('event')}"
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return line[:_SHOWN_CHARS]
+    for name in ("timestamp", "service", "module"):
+        fields.pop(name, None)
+    return " ".join([head, *(f"{name}={value}" for name, value in fields.items())])[:_SHOWN_CHARS]

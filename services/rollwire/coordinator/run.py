@@ -113,7 +113,7 @@ async def _ledger(config: RunConfig, run_dir: RunDir, status: RunStatus) -> Asyn
         end = "finished" if status.stop_cause is None else "stopped"
         status.state = coordinator_pb2.RUN_STATE_FINISHED
     except asyncio.CancelledError:
-        end = "cancelled"
+        end = "cancelled" if not status.ended else "failed"
         raise
     finally:
         if end in ("failed", "cancelled"):

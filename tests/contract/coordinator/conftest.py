@@ -145,7 +145,7 @@ def coin(request: rollout_pb2.RunGroupRequest, episode: int) -> float:
 
 
 class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
-    """Plays one-turn episodes; `play` gives the score or the failure of an episode, `before_group` may wait or raise."""
+    """Plays one-turn episodes; `play` gives a score or a failure, `before_group` may wait or raise."""
 
     full_name = "rollwire.v1.RolloutService"
     add = staticmethod(rollout_pb2_grpc.add_RolloutServiceServicer_to_server)

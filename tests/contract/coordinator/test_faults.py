@@ -1,4 +1,4 @@
-"""What goes wrong: failed episodes, lost servers, refused weights, servers that do not fit. A fault never becomes a reward (I9)."""
+"""What goes wrong: failed episodes, lost servers, refused weights. A fault never becomes a reward (I9)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_an_environment_that_always_fails_ends_the_run_with_its_message(wo
 async def test_an_environment_that_always_fails_is_found_by_the_first_validation(world: Any) -> None:
     world.rollout.play = lambda request, episode: failure()
     with pytest.raises(
-        RunError, match="validation episode val-000000-0-00000. of FrozenLake, seed .*: environment_error"
+        RunError, match=r"validation episode val-000000-0-00000. of FrozenLake, seed .*: environment_error"
     ):
         await world.run("validation.episodes=40")
     assert not any(request.group_id[0] == "g" for request in world.rollout.requests)
@@ -220,14 +220,14 @@ async def test_a_learner_that_stays_away_ends_the_run(world: Any) -> None:
         raise unavailable()
 
     world.learner.before_train = stay_away
-    with pytest.raises(RunError, match="learner at .* was lost for more than 1.5 s"):
+    with pytest.raises(RunError, match=r"learner at .* was lost for more than 1.5 s"):
         await world.run("validation.episodes=0")
     assert query(world, "SELECT state FROM steps") == [("planned",)]
 
 
 async def test_a_refused_step_ends_the_run(world: Any) -> None:
     world.learner.before_train = Once(invalid_field("samples[0].token_ids", 99, "below the vocabulary"))
-    with pytest.raises(RunError, match="refused a training step .*samples"):
+    with pytest.raises(RunError, match=r"refused a training step .*samples"):
         await world.run("validation.episodes=0")
 
 
@@ -254,7 +254,7 @@ async def test_weights_of_another_model_end_the_run(world: Any) -> None:
         raise precondition(Reason.WEIGHTS_MISMATCH, "tensor a has float32[2], the model has float32[3]")
 
     world.rollout.before_update = update
-    with pytest.raises(RunError, match="cannot bring line@0 to the rollout server at .*WEIGHTS_MISMATCH: tensor a"):
+    with pytest.raises(RunError, match=r"cannot bring line@0 to the rollout server at .*WEIGHTS_MISMATCH: tensor a"):
         await world.run()
 
 
@@ -265,13 +265,13 @@ async def test_a_coordinator_that_was_replaced_stops(world: Any) -> None:
         raise RollwireError(grpc.StatusCode.ABORTED, Reason.FENCED, "epoch 1 was replaced by epoch 2")
 
     world.rollout.before_group = fenced
-    with pytest.raises(RunError, match="refused group .*FENCED: epoch 1 was replaced"):
+    with pytest.raises(RunError, match=r"refused group .*FENCED: epoch 1 was replaced"):
         await world.run()
 
 
 async def test_a_trajectory_that_contradicts_itself_ends_the_run(world: Any) -> None:
     world.rollout.play = lambda request, episode: float("nan")
-    with pytest.raises(RunError, match="broke the contract: .* has the score nan; it must be finite"):
+    with pytest.raises(RunError, match=r"broke the contract: .* has the score nan; it must be finite"):
         await world.run()
 
 
@@ -317,5 +317,5 @@ async def test_a_missing_address_names_the_key(world: Any, kind: str) -> None:
 
 
 async def test_two_learners_are_refused(world: Any) -> None:
-    with pytest.raises(RunError, match="services.learner lists 2 addresses"):
+    with pytest.raises(RunError, match=r"services.learner lists 2 addresses"):
         await world.run("services.learner=[127.0.0.1:1,127.0.0.1:2]")

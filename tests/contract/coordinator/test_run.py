@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sqlite3
 from typing import Any
 
-import asyncio
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

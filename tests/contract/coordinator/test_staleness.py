@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from rollwire.coordinator.errors import RunError
+from rollwire.v1 import trajectory_pb2
 
 
 def trained_lags(world: Any) -> list[int]:
-    """For every trained trajectory, by how many versions its tokens lagged, from the ledger and the servers' records."""
-    from rollwire.v1 import trajectory_pb2
-
+    """For every trained trajectory, by how many versions its tokens lagged, as the ledger has it."""
     with sqlite3.connect(world.run_dir.path / "run.db") as connection:
         rows = connection.execute(
             "SELECT version_before, record FROM steps JOIN step_trajectories USING (lineage, step) "
@@ -40,7 +39,7 @@ async def test_nothing_older_than_the_bound_is_trained(two_rollouts: Any, stalen
     await world.run(f"max_staleness={staleness}", "run.max_steps=12", "validation.every_steps=0")
     lags = trained_lags(world)
     assert len(lags) == 48
-    assert 0 <= min(lags) and max(lags) <= staleness
+    assert set(lags) <= set(range(staleness + 1))
     assert max(lags) > 0, "rollouts did not wait for the learner"
     assert max(metrics["staleness/max"] for _, metrics in world.notes.steps) == max(lags)
     requests = [request for rollout in world.rollouts for request in rollout.requests if request.group_id[0] == "g"]

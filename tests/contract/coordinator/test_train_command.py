@@ -1,0 +1,125 @@
+"""`rollwire train`, `status` and `stop` as processes, against small servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "COLUMNS": "200"}
+
+
+async def rollwire(*arguments: object) -> Process:
+    command = [sys.executable, "-m", "rollwire.cli.main", *map(str, arguments)]
+    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=environment())
+
+
+async def finish(process: Process) -> tuple[int | None, str, str]:
+    output, errors = await asyncio.wait_for(process.communicate(), 30)
+    return process.returncode, output.decode(), errors.decode()
+
+
+def write_config(world: Any, **run: Any) -> Path:
+    config = {
+        "run": {"name": "lake", "max_steps": 3, "output_dir": str(world.directory / "out"), **run},
+        "batch": {"groups_per_step": 2, "episodes_per_group": 2},
+        "validation": {"episodes": 3},
+        "algorithm": {"filter_zero_variance": False},
+        "services": {
+            "environment": [world.hosts[world.environment].address],
+            "rollout": [world.hosts[world.rollout].address],
+            "learner": [world.hosts[world.learner].address],
+        },
+    }
+    path: Path = world.directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+async def first_step(process: Process) -> None:
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if line.startswith(b"step "):
+            return
+
+
+def run_dir(world: Any) -> Path:
+    (path,) = (world.directory / "out" / "runs" / "lake").iterdir()
+    return Path(path)
+
+
+def state(world: Any) -> str:
+    with sqlite3.connect(run_dir(world) / "run.db") as connection:
+        return str(connection.execute("SELECT state FROM run").fetchone()[0])
+
+
+async def test_a_run_from_the_command_line(world: Any) -> None:
+    status, output, errors = await finish(await rollwire("train", write_config(world)))
+    assert (status, errors) == (0, "")
+    lines = output.splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith(("step", "validation"))] == [
+        "validation after 0 steps",
+        "step 1/3",
+        "step 2/3",
+        "step 3/3",
+        "validation after 3 steps",
+    ]
+    assert "validation success, FrozenLake" in output
+    assert f"tensorboard --logdir {world.directory}/out/tensorboard/lake" in output
+    assert len(list((world.directory / "out" / "tensorboard" / "lake").glob("*/events.out.tfevents.*"))) == 1
+    assert sorted(path.name for path in run_dir(world).iterdir()) == ["config.yaml", "logs", "metrics.jsonl", "run.db"]
+    status, output, _ = await finish(await rollwire("status", run_dir(world)))
+    assert status == 0 and "finished, 3 steps committed" in output
+
+
+async def test_status_and_stop(world: Any) -> None:
+    process = await rollwire("train", write_config(world, max_steps=100_000))
+    await first_step(process)
+    status, output, _ = await finish(await rollwire("status", run_dir(world)))
+    assert status == 0 and "running" in output and world.hosts[world.learner].address in output
+    status, output, _ = await finish(await rollwire("stop", run_dir(world), "--cause", "seen enough"))
+    assert (status, output) == (0, "stopping\n")
+    status, output, _ = await finish(process)
+    assert status == 0 and "stopped early  seen enough" in output
+    assert state(world) == "stopped"
+
+
+async def test_one_interrupt_ends_a_run_cleanly(world: Any) -> None:
+    process = await rollwire("train", write_config(world, max_steps=100_000))
+    await first_step(process)
+    process.send_signal(signal.SIGINT)
+    status, output, errors = await finish(process)
+    assert (status, errors) == (130, "")
+    assert "ended by SIGINT after" in output
+    assert state(world) == "cancelled"
+
+
+async def test_two_interrupts_end_it_at_once(world: Any) -> None:
+    async def hang(request: Any) -> None:
+        if request.group_id == "g00000002":
+            await asyncio.sleep(60)
+
+    world.rollout.before_group = hang
+    process = await rollwire("train", write_config(world))
+    await first_step(process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    status, _, errors = await finish(process)
+    assert status == 130 and "Traceback" not in errors
+
+
+async def test_errors_of_a_run_are_one_line(world: Any) -> None:
+    world.rollout.digest_of = lambda step: b"x" * 32
+    status, _, errors = await finish(await rollwire("train", write_config(world)))
+    assert status == 1
+    assert errors.startswith("error: the rollout server at 127.0.0.1:") and len(errors.splitlines()) == 1
+    assert state(world) == "failed"
