@@ -103,7 +103,12 @@ class DecodeLoop:
     def _run(self) -> None:
         with torch.inference_mode():
             while self._next_commands():
-                self._step()
+                try:
+                    self._step()
+                except Exception as error:  # a bug must not leave callers waiting for ever
+                    _log.error("unexpected error while decoding", exc_info=error)
+                    for generation in self._scheduler.generations():
+                        self._fail(generation, f"unexpected {type(error).__name__} while decoding")
                 if self._outbox:
                     outbox, self._outbox = self._outbox, []
                     self._deliver(outbox)
