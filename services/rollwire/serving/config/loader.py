@@ -51,18 +51,19 @@ def _read_file(path: Path | None) -> DictConfig:
     if path is None:
         return OmegaConf.create({})
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        is_mapping = isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict)
+        # OmegaConf's own reader knows 1e-6 as a number, which plain YAML 1.1 takes for text.
+        loaded = OmegaConf.load(path)
     except FileNotFoundError as error:
         raise ConfigError(f"configuration file {path} does not exist") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path} is a directory; a YAML file is needed") from error
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(
-            f"configuration file {path} cannot be read as YAML: {' '.join(str(error).split())}"
-        ) from error
-    if not isinstance(loaded, dict):
+    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(f"configuration file {path} cannot be read as YAML: {text}") from error
+    if not is_mapping or not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path} holds no mapping at its top level; it needs sections such as `run:`")
-    return OmegaConf.create(loaded)
+    return loaded
 
 
 def _read_overrides(overrides: Sequence[str]) -> DictConfig:
