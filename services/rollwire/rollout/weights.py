@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +18,7 @@ from rollwire.rollout.policy import Policy
 from rollwire.rollout.weight_states import Begin, Phase, Served
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.versions import version_text
-from rollwire.rpc.weight_stream import HostTensor, WeightAssembler
+from rollwire.rpc.weight_stream import HeldWeights, WeightAssembler, receive_weights
 from rollwire.serving.logs import get_logger
 from rollwire.v1 import learner_pb2, weights_pb2
 
@@ -80,6 +79,8 @@ class WeightUpdater:
             return Update(states.active)
         if begin is Begin.START:
             self._task = asyncio.create_task(self._carry_out(version, target, timeout_s))
+            # When every caller has gone away nobody else looks at how it ended; it is logged.
+            self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         assert self._task is not None
         return await asyncio.shield(self._task)
 
@@ -93,17 +94,18 @@ class WeightUpdater:
         start_s = time.monotonic()
         states = self._policy.states
         try:
-            assembler = await self._fetch(version, target, timeout_s)
+            held, received_bytes = await self._fetch(version, target, timeout_s)
             fetched_s = time.monotonic()
             states.verified()
-            served, pause_s = await self._swap(version, assembler.tensors(), assembler.digest)
+            served, pause_s = await self._swap(held)
         except BaseException as error:
             if states.phase is not Phase.IDLE:
                 states.failed()
             serving = version_text(states.active.version) if states.active is not None else "nothing"
             _log.warning("weight update failed", version=version_text(version), still_serving=serving, error=str(error))
             raise
-        update = Update(served, assembler.received_bytes, fetched_s - start_s, pause_s)
+        held.release()
+        update = Update(served, received_bytes, fetched_s - start_s, pause_s)
         _log.info(
             "weights active",
             version=version_text(version),
@@ -114,17 +116,17 @@ class WeightUpdater:
         )
         return update
 
-    async def _fetch(self, version: weights_pb2.WeightVersion, target: str, timeout_s: float) -> WeightAssembler:
-        """Receives and verifies the stream."""
+    async def _fetch(
+        self, version: weights_pb2.WeightVersion, target: str, timeout_s: float
+    ) -> tuple[HeldWeights, int]:
+        """Receives and verifies the stream; returns the weights and how many bytes arrived."""
         assembler = WeightAssembler(self._policy.engine.layouts(), version)
         request = learner_pb2.FetchWeightsRequest(
             version=version, accepted_encodings=[weights_pb2.TENSOR_ENCODING_FULL]
         )
         try:
             async with LearnerClient(target) as learner:
-                async for message in learner.fetch_weights(request, timeout_s=timeout_s):
-                    # Checksums of a mebibyte, and at the end the digests of everything: not on the event loop.
-                    await asyncio.to_thread(assembler.feed, message)
+                held = await receive_weights(learner.fetch_weights(request, timeout_s=timeout_s), assembler)
         except RollwireError as error:
             if error.reason in _PASSED_ON:
                 raise
@@ -136,12 +138,9 @@ class WeightUpdater:
                 metadata={"target": target},
                 retry_after_s=1.0,
             ) from error
-        assembler.tensors()
-        return assembler
+        return held, assembler.received_bytes
 
-    async def _swap(
-        self, version: weights_pb2.WeightVersion, tensors: Mapping[str, HostTensor], expected: bytes
-    ) -> tuple[Served, float]:
+    async def _swap(self, held: HeldWeights) -> tuple[Served, float]:
         """Replaces the engine's weights while nothing generates; returns what serves and how long the gate was shut."""
         policy = self._policy
         closed_s = time.monotonic()
@@ -150,8 +149,8 @@ class WeightUpdater:
             if not await policy.drain(self._drain_s):
                 await policy.engine.abort_all()
             policy.states.loading()
-            held = await policy.engine.load_weights(version, tensors)
-            served = policy.states.loaded(held, expected)
+            digest = await policy.engine.load_weights(held.version, held.tensors)
+            served = policy.states.loaded(digest, held.digest)
         finally:
             policy.open_gate()
         return served, time.monotonic() - closed_s

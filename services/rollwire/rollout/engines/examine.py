@@ -48,24 +48,28 @@ def choose_runner(model: Any, slots: int, max_tokens: int) -> Runner:
         trials = _trial_sequences(model, slots, max_tokens)
         expected = [_own_logprobs(model, tokens) for tokens in trials]
         try:
-            runner: Runner = _packed_runner(model, slots, max_tokens)
-            _check(runner, trials, expected, model.dtype)
-            return runner
+            shape = _cache_shape(model, max_tokens)
+            _check(PackedRunner(model, shape, slots, max_tokens), trials, expected, model.dtype)
+            # A new one: the cache of the trial is given back.
+            return PackedRunner(model, shape, slots, max_tokens)
         except Exception as error:  # whatever the architecture does differently
             reason = _one_line(error)
         model.set_attn_implementation(own_attention)
         _log.warning("this architecture is decoded sequence by sequence, which is slower", reason=reason)
         try:
-            runner = PlainRunner(model, keep_cache=True)
-            _check(runner, trials, expected, model.dtype)
-            runner.forget()
-            return runner
+            _check(PlainRunner(model, keep_cache=True), trials, expected, model.dtype)
+            return PlainRunner(model, keep_cache=True)
         except Exception as error:
             _log.warning("this architecture is decoded without a cache", reason=_one_line(error))
         return PlainRunner(model, keep_cache=False)
 
 
-def _packed_runner(model: Any, slots: int, max_tokens: int) -> PackedRunner:
+def _cache_shape(model: Any, max_tokens: int) -> CacheShape:
+    """Makes the model use packed attention and returns what its layers store.
+
+    Raises:
+        UnsupportedAttentionError: The architecture shows that it would not work.
+    """
     config = model.config.get_text_config()
     if _mentions(config.to_dict(), _CALL_DEPENDENT_ROPE):
         raise UnsupportedAttentionError("rotary angles depend on the longest sequence of a call")
@@ -78,8 +82,7 @@ def _packed_runner(model: Any, slots: int, max_tokens: int) -> PackedRunner:
         raise UnsupportedAttentionError("not every layer attends, or layers store different shapes")
     _check_windows(config, shapes.windows, max_tokens)
     heads, key_size, value_size = shapes.layers[0]
-    shape = CacheShape(config.num_hidden_layers, heads, key_size, value_size, model.dtype)
-    return PackedRunner(model, shape, slots, max_tokens)
+    return CacheShape(config.num_hidden_layers, heads, key_size, value_size, model.dtype)
 
 
 def _check_windows(config: Any, passed: dict[int, int | None], max_tokens: int) -> None:

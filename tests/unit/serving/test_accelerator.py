@@ -1,0 +1,62 @@
+"""The choice of the device, and that its settings are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rollwire.serving import accelerator
+from rollwire.serving.accelerator import prepare, select_device
+from rollwire.serving.server import ServeError
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(False)
+
+
+def with_accelerator(monkeypatch: pytest.MonkeyPatch, kind: str | None) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind) if kind else None)
+
+
+@pytest.mark.parametrize(
+    ("setting", "present", "chosen"),
+    [
+        ("auto", None, "cpu"),
+        ("auto", "cuda", "cuda"),
+        ("cpu", "cuda", "cpu"),
+        ("cuda", "cuda", "cuda"),
+        ("auto", "mps", "cpu"),
+    ],
+)
+def test_devices(monkeypatch: pytest.MonkeyPatch, setting: str, present: str | None, chosen: str) -> None:
+    with_accelerator(monkeypatch, present)
+    assert select_device(setting).type == chosen
+
+
+@pytest.mark.parametrize(("setting", "present"), [("cuda", None), ("npu", None), ("cuda", "mps")])
+def test_a_device_that_is_not_there_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, setting: str, present: str | None
+) -> None:
+    with_accelerator(monkeypatch, present)
+    with pytest.raises(ServeError, match=f"device is '{setting}'.*device=auto"):
+        select_device(setting)
+
+
+def test_settings_are_applied_and_reported() -> None:
+    found = prepare(device="cpu", attention="eager", torch_threads=1, deterministic=True)
+    assert (found.device.type, found.attention, found.threads, found.deterministic) == ("cpu", "eager", 1, True)
+    assert found.wide == torch.float64
+    assert torch.get_num_threads() == 1 and torch.are_deterministic_algorithms_enabled()
+    plain = prepare(device="cpu")
+    assert plain.attention is None and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_every_device_type_is_described() -> None:
+    assert set(accelerator._AUTO_ATTENTION) == set(accelerator.DEVICE_TYPES)
