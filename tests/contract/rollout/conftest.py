@@ -286,7 +286,7 @@ def serve(model_directory: Path, weights: Callable[[int], dict[str, HostTensor]]
             batch = {"episodes_per_group": 2}
             config = RunConfig.model_validate(
                 {
-                    "model": {"path": str(model_directory)},
+                    "model": {"path": str(model_directory), **sections.pop("model", {})},
                     "device": "cpu",
                     "batch": batch,
                     "rollout": rollout,

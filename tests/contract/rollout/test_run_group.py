@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -354,6 +355,53 @@ async def test_turns_that_new_weights_cut_are_drawn_again_under_one_version(serv
             assert steps == sorted(steps)
             seen |= set(steps)
         assert 0 in seen and len(seen) > 1
+
+
+async def test_a_policy_that_does_not_answer_or_fails_is_a_failure(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve() as bench:
+        policy = bench.server._servicer.parts.policy
+        with monkeypatch.context() as patch:
+            patch.setattr("rollwire.rollout.episode.GENERATION_TIMEOUT_S", 0.05)
+            policy.close_gate()
+            results = await bench.play()
+            policy.open_gate()
+        assert [failure.reason for failure in failures(results)] == [
+            trajectory_pb2.FAILURE_REASON_GENERATION_TIMEOUT
+        ] * 3
+        with monkeypatch.context() as patch:
+            patch.setattr(policy.engine._loop._runner, "logits", lambda chunks: 1 / 0)
+            results = await bench.play()
+        assert [failure.reason for failure in failures(results)] == [trajectory_pb2.FAILURE_REASON_GENERATION_ERROR] * 3
+        assert all("ZeroDivisionError" in failure.message for failure in failures(results))
+        assert len(trajectories(await bench.play())) == 3
+
+
+async def test_a_bug_in_the_episode_loop_is_a_failure_with_an_incident(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve() as bench:
+        monkeypatch.setattr("rollwire.rollout.chat.ChatEncoder.text", lambda *_, **__: 1 / 0)
+        results = await bench.play()
+        assert len(failures(results)) == 3
+        for failure in failures(results):
+            assert failure.reason == trajectory_pb2.FAILURE_REASON_GENERATION_ERROR
+            assert "incident-" in failure.message
+        await asyncio.sleep(0.05)
+        assert not bench.environments.sessions
+
+
+async def test_every_turn_is_a_sequence_where_the_template_cannot_extend(serve: Any, tmp_path: Path) -> None:
+    template = tmp_path / "forgetful.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}\n{% endif %}{% endfor %}>"
+    )
+    async with serve(model={"chat_template": str(template)}) as bench:
+        for trajectory in trajectories(await bench.play()):
+            check_trajectory(trajectory)
+            assert len(trajectory.sequences) == len(trajectory.turns) == 3
+            assert [turn.sequence for turn in trajectory.turns] == [0, 1, 2]
+            lengths = [len(sequence.token_ids) for sequence in trajectory.sequences]
+            assert lengths == sorted(lengths)
 
 
 async def test_required_version(serve: Any) -> None:

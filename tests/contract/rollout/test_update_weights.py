@@ -225,6 +225,39 @@ async def test_sources_that_cannot_be_used(serve: Any) -> None:
         assert (await sample(bench))[2] == 0
 
 
+async def test_a_source_that_dies_in_the_middle(serve: Any) -> None:
+    def dying(messages: list[Response]) -> Iterable[Response]:
+        yield from messages[:3]
+        raise RollwireError(grpc.StatusCode.UNAVAILABLE, Reason.DRAINING, "going away")
+
+    async with serve() as bench:
+        bench.learner.fault = dying
+        assert await refused(bench, 1) == Reason.WEIGHT_SOURCE_UNAVAILABLE
+        assert (await sample(bench))[2] == 0
+
+
+async def test_nothing_is_served_after_a_load_that_went_wrong_until_one_succeeds(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve() as bench:
+        engine = bench.server._servicer.parts.policy.engine
+        load = engine.load_weights
+
+        async def damaged(*arguments: Any) -> bytes:
+            await load(*arguments)
+            return bytes(32)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "load_weights", damaged)
+            assert await refused(bench, 1) == Reason.WEIGHTS_CORRUPT
+        assert not (await bench.client.get_info()).HasField("active_version")
+        with pytest.raises(RollwireError) as caught:
+            await sample(bench)
+        assert caught.value.reason == Reason.NO_WEIGHTS
+        await bench.update(1)
+        assert (await sample(bench))[2] == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
