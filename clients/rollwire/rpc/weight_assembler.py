@@ -32,7 +32,9 @@ from rollwire.rpc.weight_manifest import (
 from rollwire.rpc.weight_wire import Chunk, read_response
 from rollwire.v1 import learner_pb2, weights_pb2
 
-_ALIGNMENT_BYTES: Final = 64
+ALIGNMENT_BYTES: Final = 64
+"""In the buffer every tensor begins at a multiple of this."""
+
 _FULL: Final = weights_pb2.TENSOR_ENCODING_FULL
 _UNCHANGED: Final = weights_pb2.TENSOR_ENCODING_UNCHANGED
 
@@ -98,6 +100,7 @@ class WeightAssembler:
 
     Hashing and patching run in a few threads behind `feed`, for large tensors only. Memory: one buffer of the version's
     size, the payloads of sparse tensors until they are applied, and for each thread the decoded payload of one tensor.
+    The tensors lie in the buffer in the order of `expected`, each at the next multiple of `ALIGNMENT_BYTES`.
 
     The base is only read, so a broken stream leaves it as it was. Use as a context manager, or call `close` when a
     stream is given up; after `result` neither is needed.
@@ -220,16 +223,18 @@ class WeightAssembler:
             )
         check_manifest(manifest, self._expected, self._base.base if self._base is not None else None)
         self._manifest = manifest
-        sizes = [-(-spec.byte_size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for spec in manifest.tensors]
-        self._buffer = self._buffers.take(sum(sizes))
-        self._lanes = Lanes(self._threads if max(sizes, default=0) >= INLINE_BYTES else 0)
-        start = 0
-        for spec, size in zip(manifest.tensors, sizes, strict=True):
+        starts, end = {}, 0
+        for name, layout in self._expected.items():
+            starts[name] = end
+            end += -(-layout.byte_size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._buffer = self._buffers.take(end)
+        self._lanes = Lanes(self._threads if end >= INLINE_BYTES else 0)
+        for spec in manifest.tensors:
+            start = starts[spec.name]
             target = self._buffer[start : start + spec.byte_size]
             payload = bytearray(0 if spec.encoding == _FULL else spec.payload_bytes)
             sink = target if spec.encoding == _FULL else memoryview(payload)
             self._slots.append(_Slot(spec, target, payload, sink, self._lanes.lane(spec.byte_size), hashlib.sha256()))
-            start += size
         self._complete_empty()
 
     def _append(self, chunk: Chunk) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -148,22 +148,26 @@ def read_chunk(message: bytes) -> Chunk | None:
     return Chunk(offset, crc32, payload)
 
 
-def add_learner_to_server(servicer: learner_pb2_grpc.LearnerServiceServicer, server: grpc.aio.Server) -> None:
-    """Adds a servicer whose `FetchWeights` yields `bytes`; takes the place of the generated function.
+def add_fetch_weights_to_server(
+    fetch_weights: Callable[[learner_pb2.FetchWeightsRequest, Any], AsyncIterator[bytes]],
+    server: grpc.aio.Server,
+    others: learner_pb2_grpc.LearnerServiceServicer | None = None,
+) -> None:
+    """Adds `LearnerService` with a `FetchWeights` that yields serialised messages.
 
     Args:
-        servicer: The servicer; its `FetchWeights` is an async generator of serialised messages.
+        fetch_weights: The method.
         server: A server that has not started.
+        others: Answers the other methods of the service; None for a server that only passes weights on.
     """
     handler = grpc.unary_stream_rpc_method_handler(
-        servicer.FetchWeights,
-        request_deserializer=learner_pb2.FetchWeightsRequest.FromString,
-        response_serializer=None,
+        fetch_weights, request_deserializer=learner_pb2.FetchWeightsRequest.FromString, response_serializer=None
     )
     # Among generic handlers the first one of a method wins, among registered ones the last; which of the two kinds a
     # server uses depends on the version of grpcio.
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
-    learner_pb2_grpc.add_LearnerServiceServicer_to_server(servicer, server)
+    if others is not None:
+        learner_pb2_grpc.add_LearnerServiceServicer_to_server(others, server)
     server.add_registered_method_handlers(_SERVICE, {_METHOD: handler})
 
 

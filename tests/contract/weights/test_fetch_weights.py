@@ -17,7 +17,7 @@ from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
 from rollwire.rpc.weight_delta import supported_encodings
 from rollwire.rpc.weight_publisher import WeightPublisher
 from rollwire.rpc.weight_stream import TensorLayout, WeightAssembler, receive_weights
-from rollwire.rpc.weight_wire import add_learner_to_server, fetch_weights_method
+from rollwire.rpc.weight_wire import add_fetch_weights_to_server, fetch_weights_method
 from rollwire.serving.server import Binding, Readiness, serving
 from rollwire.v1 import learner_pb2, learner_pb2_grpc, weights_pb2
 
@@ -37,7 +37,7 @@ class Weights(learner_pb2_grpc.LearnerServiceServicer):  # type: ignore[misc]
         self._publisher = publisher
 
     def register(self, server: grpc.aio.Server) -> None:
-        add_learner_to_server(self, server)
+        add_fetch_weights_to_server(self.FetchWeights, server, self)
 
     async def start(self, readiness: Readiness) -> None:
         await readiness.set(True)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from rollwire.rpc.digests import weights_digest
 from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.weight_assembler import ALIGNMENT_BYTES
 from rollwire.rpc.weight_buffers import BuffersExhaustedError, HostBuffers, anonymous_memory
 from rollwire.rpc.weight_delta import supported_encodings
 from rollwire.rpc.weight_publisher import WeightPublisher
@@ -352,3 +353,20 @@ def test_releasing_twice_gives_back_once() -> None:
     held.release()
     held.release()
     assert PACKED.buffers.taken == 1
+
+
+def test_tensors_lie_in_the_buffer_in_the_order_of_the_model_whatever_the_order_on_the_wire() -> None:
+    memory = anonymous_memory(1 << 20)
+    layouts = {name: LAYOUTS[name] for name in sorted(LAYOUTS)}
+    assert list(layouts) != list(LAYOUTS)
+    held = PACKED.receive(PACKED.messages())
+    messages = list(stream_wire(held.manifest(), (tensor.data for tensor in held.tensors.values()), 500))
+    held.release()
+    with WeightAssembler(layouts, _version(1), buffers=HostBuffers(lambda _: memory), threads=0) as assembler:
+        for message in messages:
+            assembler.feed(message)
+        assert {name: bytes(part.data) for name, part in assembler.tensors().items()} == PACKED.expected
+    start = 0
+    for name, layout in layouts.items():
+        assert bytes(memory[start : start + layout.byte_size]) == PACKED.expected[name]
+        start += -(-layout.byte_size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
