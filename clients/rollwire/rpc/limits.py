@@ -106,7 +106,7 @@ def server_options(message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", message_bytes),
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MIN_INTERVAL_S * 1000),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MIN_INTERVAL_S * 1000),
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_S * 1000),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ("grpc.keepalive_permit_without_calls", 1),
