@@ -16,6 +16,7 @@ from rollwire.cli.progress import Progress
 from rollwire.cli.summary import print_summary
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.launcher import LocalLauncher
+from rollwire.coordinator.peers import check_addresses
 from rollwire.coordinator.run import RunSummary, run_training
 from rollwire.coordinator.run_dir import RunDir, create_run_dir
 from rollwire.coordinator.status import RunStatus
@@ -44,8 +45,11 @@ def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool) ->
     if dry_run:
         print_dry_run(console, config, launch=launch)
         return
+    # Found here, such mistakes cost no start of four processes and leave no run directory.
     if launch:
-        model_source(config.model)  # found here, a missing model costs no start of four processes
+        model_source(config.model)
+    else:
+        check_addresses(config.services)
     run_dir = create_run_dir(config, datetime.now().astimezone())
     console.print(f"run directory  {run_dir.path}", markup=False, highlight=False, soft_wrap=True)
     launcher = LocalLauncher(config, run_dir) if launch else None

@@ -29,25 +29,31 @@ class Descriptions:
     learner: learner_pb2.LearnerServiceGetInfoResponse
 
 
+def check_addresses(services: ServicesSection) -> None:
+    """Checks that there is an address of every kind, and of one learner.
+
+    Raises:
+        RunError: There is not.
+    """
+    for kind in ("environment", "rollout", "learner"):
+        if not getattr(services, kind):
+            raise RunError(
+                f"services.{kind} is empty; give the address of a running server, such as "
+                f"services.{kind}=[127.0.0.1:50051], or let `rollwire launch` start the servers"
+            )
+    if len(services.learner) > 1:
+        raise RunError(f"services.learner lists {len(services.learner)} addresses; exactly one is allowed")
+
+
 class Peers:
     """Clients of all servers of a run; close with `close` or use as an async context manager.
 
     Args:
-        services: Addresses.
-
-    Raises:
-        RunError: A kind of server has no address, or there is more than one learner.
+        services: Addresses, as `check_addresses` wants them.
     """
 
     def __init__(self, services: ServicesSection) -> None:
-        for kind in ("environment", "rollout", "learner"):
-            if not getattr(services, kind):
-                raise RunError(
-                    f"services.{kind} is empty; give the address of a running server, such as "
-                    f"services.{kind}=[127.0.0.1:50051], or let `rollwire launch` start the servers"
-                )
-        if len(services.learner) > 1:
-            raise RunError(f"services.learner lists {len(services.learner)} addresses; exactly one is allowed")
+        check_addresses(services)
         self.environments = [EnvironmentClient(target) for target in services.environment]
         self.rollouts = [RolloutClient(target) for target in services.rollout]
         self.learner = LearnerClient(services.learner[0])

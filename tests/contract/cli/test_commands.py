@@ -88,6 +88,7 @@ def test_mistakes_are_one_line_and_no_traceback(
     assert done.returncode == status, done.stderr
     assert text in done.stderr
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+    assert list(tmp_path.iterdir()) == [], "nothing half-written"
 
 
 def test_a_port_in_use_is_named() -> None:
