@@ -43,8 +43,8 @@ class ChatEncoder:
         self._cached_continuation = lru_cache(maxsize=_CACHED_BLOCKS)(self._continuation_text)
         self._system_allowed = self._try_opening()
         probe = self._continuation_text(_PROBE)
-        self.extends = probe is not None
-        if probe is None:
+        self.extends = probe is not None and _PROBE in probe
+        if not self.extends:
             _log.warning(
                 "the chat template does not repeat assistant messages; every turn becomes a sequence of its own"
             )
@@ -68,7 +68,7 @@ class ChatEncoder:
             ValueError: The encoder does not extend.
         """
         text = self._cached_continuation(message["content"])
-        if text is None:
+        if text is None or not self.extends:
             raise ValueError("this chat template does not extend conversations")
         if stopped and response_ids:
             end = self._decode([response_ids[-1]])
@@ -101,7 +101,7 @@ class ChatEncoder:
         ) from failure
 
     def _continuation_text(self, content: str) -> str | None:
-        """Returns what follows an assistant message when the user says `content`; None if the template hides it."""
+        """Returns what follows an assistant message when the user says `content`; None if the template hides that."""
         messages = [
             {"role": "user", "content": _PROBE},
             {"role": "assistant", "content": _MARKER},
@@ -112,7 +112,7 @@ class ChatEncoder:
         except Exception:  # templates raise what they like
             return None
         _, marker, rest = rendered.partition(_MARKER)
-        return rest if marker and content.strip() in rest else None
+        return rest if marker else None
 
     def _render(self, messages: Sequence[Message]) -> str:
         if not self._system_allowed and messages[0]["role"] == "system":

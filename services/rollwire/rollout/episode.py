@@ -21,6 +21,7 @@ from rollwire.rollout.seeds import derive_seed
 from rollwire.rollout.sessions import EpisodeFailed, Session, SessionOpener
 from rollwire.rpc.errors import RollwireError
 from rollwire.rpc.ids import new_id
+from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
 from rollwire.serving.logs import get_logger
 from rollwire.v1 import environment_pb2, rollout_pb2, trajectory_pb2
 
@@ -80,7 +81,7 @@ class EpisodeRunner:
         try:
             async with asyncio.timeout(timeout_s):
                 trajectory = await self._play(plan, index, record, clock)
-            return rollout_pb2.RunGroupResponse(trajectory=trajectory)
+            return _fitting(rollout_pb2.RunGroupResponse(trajectory=trajectory))
         except EpisodeFailed as error:
             failure = error
         except TimeoutError:
@@ -256,6 +257,18 @@ class EpisodeRunner:
             environment_duration=_duration(clock.environment_s),
             generation_duration=_duration(clock.generation_s),
         )
+
+
+def _fitting(response: rollout_pb2.RunGroupResponse) -> rollout_pb2.RunGroupResponse:
+    """Returns a response that fits into a message; one that does not would end the stream for the whole group."""
+    size = response.ByteSize()
+    if size > INTERNAL_MESSAGE_BYTES:
+        raise EpisodeFailed(
+            trajectory_pb2.FAILURE_REASON_GENERATION_ERROR,
+            f"the trajectory has {size} bytes, a message at most {INTERNAL_MESSAGE_BYTES}; lower "
+            "rollout.max_episode_tokens",
+        )
+    return response
 
 
 def _duration(seconds: float) -> Duration:

@@ -390,6 +390,13 @@ async def test_a_bug_in_the_episode_loop_is_a_failure_with_an_incident(
         assert not bench.environments.sessions
 
 
+async def test_a_trajectory_that_fits_no_message_is_a_failure(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve() as bench:
+        monkeypatch.setattr("rollwire.rollout.episode.INTERNAL_MESSAGE_BYTES", 100)
+        for failure in failures(await bench.play()):
+            assert "rollout.max_episode_tokens" in failure.message
+
+
 async def test_every_turn_is_a_sequence_where_the_template_cannot_extend(serve: Any, tmp_path: Path) -> None:
     template = tmp_path / "forgetful.jinja"
     template.write_text(

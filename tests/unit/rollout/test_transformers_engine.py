@@ -99,6 +99,19 @@ async def test_log_probabilities_are_those_of_a_plain_forward_pass(
     assert worst < 1e-4
 
 
+async def test_bfloat16_differs_by_its_rounding_alone(
+    make_model: Callable[..., Any], plain_logprobs: Callable[..., list[float]]
+) -> None:
+    model = make_model().to(torch.bfloat16)
+    async with running(model, slots=4) as engine:
+        assert isinstance(engine._loop._runner, PackedRunner)
+        episodes = await asyncio.gather(*(play(engine, seed, turns=3) for seed in range(6)))
+    for episode in episodes:
+        for prompt, piece in episode:
+            expected = plain_logprobs(model, prompt + piece.token_ids, len(prompt))
+            assert piece.logprobs == pytest.approx(expected, abs=0.3)
+
+
 async def test_decoding_rows_together_gives_the_same(
     make_model: Callable[..., Any], plain_logprobs: Callable[..., list[float]]
 ) -> None:

@@ -66,7 +66,7 @@ class TransformersEngine:
             architecture=type(model).__name__,
             device=accelerator.device.type,
             dtype=WIRE_TYPES[self._dtype],
-            vocabulary_size=model.get_input_embeddings().num_embeddings,
+            vocabulary_size=model.get_input_embeddings().weight.shape[0],
             max_sequence_tokens=max_sequence_tokens,
             max_concurrent_sequences=max_concurrent_sequences,
         )
