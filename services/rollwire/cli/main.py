@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -167,9 +168,23 @@ def bench_environment(context: typer.Context) -> None:
     with user_errors():
         from rollwire.cli.bench_environment import bench_environment as command
 
-        bench = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        bench.command()(command)
-        bench(args=context.args, prog_name="rollwire bench environment")
+        _run_bench(command, "environment", context.args)
+
+
+@bench_app.command("weights", add_help_option=False, context_settings=_PASS_ON)
+def bench_weights(context: typer.Context) -> None:
+    """Weight updates from learner to rollout server, full and as a delta."""
+    with user_errors():
+        from rollwire.cli.bench_weights import bench_weights as command
+
+        _run_bench(command, "weights", context.args)
+
+
+def _run_bench(command: Callable[..., None], name: str, arguments: list[str]) -> None:
+    """Runs a benchmark, whose options are those of its function."""
+    bench = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    bench.command()(command)
+    bench(args=arguments, prog_name=f"rollwire bench {name}")
 
 
 def main() -> None:

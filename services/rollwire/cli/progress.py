@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from rollwire.coordinator.status import RunStatus
 
@@ -107,8 +108,8 @@ class Progress:
         """Prints a line."""
         self._print(text, style="yellow")
 
-    def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def _now(self) -> Table:
         """Draws the phase in progress and how far it is."""

@@ -89,6 +89,7 @@ async def _supervised(
         run = run_training(config, run_dir, status, children=lambda: launcher.pids)
         return await _beside(launcher, status, run)
     finally:
+        status.begin_phase("stopping the servers")
         await launcher.stop()
 
 

@@ -64,7 +64,8 @@ def build_parts(
     admission = Admission(config.batch.groups_per_step, config.max_staleness, config.run.max_steps)
     pump = RolloutPump(admission, planner, player, ledger, budget, config.max_staleness)
     tracker = Tracker(run_dir.event_dir, run_dir.path)
-    tracking = config.tracking
+    text_every_steps = config.tracking.text_samples_every_steps
+    transcripts = Transcripts(config.model.path) if text_every_steps else None
     stack.callback(tracker.close)
     stack.push_async_callback(pool.close)
     stack.push_async_callback(pump.close)
@@ -72,7 +73,7 @@ def build_parts(
         config=config,
         status=status,
         ledger=ledger,
-        recorder=Recorder(tracker, Transcripts(config.model.path), status, tracking.text_samples_every_steps),
+        recorder=Recorder(tracker, transcripts, status, text_every_steps),
         planner=planner,
         pool=pool,
         player=player,

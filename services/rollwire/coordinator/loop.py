@@ -192,6 +192,7 @@ class StepLoop:
             **batch_metrics(batch),
             **scheduler_metrics(parts.pump.tally, parts.pump.dropped),
             **staleness_metrics(taken.lags),
+            "scheduler/groups_in_flight": float(parts.pump.in_flight),
             "system/samples": float(self.totals.samples),
             "system/step": float(step),
         }

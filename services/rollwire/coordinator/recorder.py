@@ -20,12 +20,14 @@ class Recorder:
 
     Args:
         tracker: Event file and `metrics.jsonl`.
-        transcripts: Renders episodes.
+        transcripts: Renders episodes; None when no texts are wanted.
         status: Gets the latest value of every scalar.
-        text_every_steps: Texts are written every so many steps; 0 is off.
+        text_every_steps: Texts are written every so many steps.
     """
 
-    def __init__(self, tracker: Tracker, transcripts: Transcripts, status: RunStatus, text_every_steps: int) -> None:
+    def __init__(
+        self, tracker: Tracker, transcripts: Transcripts | None, status: RunStatus, text_every_steps: int
+    ) -> None:
         self._tracker = tracker
         self._transcripts = transcripts
         self._status = status
@@ -40,9 +42,10 @@ class Recorder:
 
     async def texts(self, step: int, trajectories: Sequence[trajectory_pb2.Trajectory]) -> None:
         """Writes the best and the worst episode of a step as text, when texts are due."""
-        if self._text_every_steps == 0 or step % self._text_every_steps or not self._transcripts.available:
+        transcripts = self._transcripts
+        if transcripts is None or not transcripts.available or step % self._text_every_steps:
             return
         by_score = sorted(trajectories, key=lambda trajectory: trajectory.score)
         for name, trajectory in zip(("worst", "best"), (by_score[0], by_score[-1]), strict=True):
-            text = await asyncio.to_thread(self._transcripts.render, trajectory)
+            text = await asyncio.to_thread(transcripts.render, trajectory)
             await asyncio.to_thread(self._tracker.log_text, step, f"episode/{name}", text)

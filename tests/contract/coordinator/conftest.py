@@ -124,7 +124,12 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
         self.after_train()
         return learner_pb2.TrainResponse(
             version=weights_pb2.WeightVersion(lineage=self.lineage, step=base.step + 1),
-            metrics={"actor/pg_loss": 0.5},
+            metrics={
+                "actor/pg_loss": 0.5,
+                "actor_train/grad_norm": 1.0,
+                "critic/entropy/mean": 0.25,
+                "time/actor_train/train_step/total": 0.1,
+            },
             digest=self.digest_of(base.step + 1),
             repeated_answer=known is not None,
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rollwire.client.coordinator import CoordinatorClient
 from rollwire.coordinator.seeds import environment_seed, shuffle_seed
 from rollwire.rpc.digests import samples_digest
-from rollwire.v1 import coordinator_pb2
+from rollwire.v1 import coordinator_pb2, trajectory_pb2
 
 
 def query(world: Any, text: str) -> list[tuple[Any, ...]]:
@@ -111,6 +113,31 @@ async def test_the_event_file_has_rolls_names(world: Any) -> None:
     for line in lines:
         if "scheduler/requested" in line:
             assert line["scheduler/requested"] == line["scheduler/completed"] + line["scheduler/failed"]
+
+
+def documented_names() -> list[re.Pattern[str]]:
+    """Patterns of the names in docs/metrics.md: braces are alternatives, what stands in angles is free."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text()
+    patterns = []
+    for name in re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE):
+        pattern = re.sub(r"\{([^}]+)\}", lambda match: f"({match[1].replace(',', '|')})", name)
+        patterns.append(re.compile(re.sub(r"<\w+>", r"[\\w.-]+", pattern)))
+    return patterns
+
+
+async def test_every_scalar_is_documented_and_every_documented_one_exists(world: Any) -> None:
+    play, boom = world.rollout.play, trajectory_pb2.EpisodeFailure(reason=1, message="boom")
+    world.rollout.play = lambda request, episode: (
+        boom if (request.group_id, request.attempt) == ("g00000000", 0) else play(request, episode)
+    )
+    await world.run("validation.greedy_at_end=true")
+    patterns = documented_names()
+    assert len(patterns) > 30
+    logged = {name for _, metrics in world.notes.steps for name in metrics}
+    logged |= {name for _, _, metrics in world.notes.validations for name in metrics}
+    names = {name if "greedy/score" in name else name.replace("val_greedy/", "val/") for name in logged}
+    assert sorted(name for name in names if not any(pattern.fullmatch(name) for pattern in patterns)) == []
+    assert [pattern.pattern for pattern in patterns if not any(pattern.fullmatch(name) for name in names)] == []
 
 
 async def trained(world: Any, *overrides: str) -> list[list[tuple[str, tuple[float, ...]]]]:
