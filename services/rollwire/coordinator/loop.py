@@ -18,6 +18,7 @@ from rollwire.coordinator.metrics import (
     Throughput,
     batch_metrics,
     count_tokens,
+    finite_metrics,
     scheduler_metrics,
     staleness_metrics,
     validation_metrics,
@@ -118,6 +119,7 @@ class StepLoop:
             await self._step(step)
             if self._validation_due(step + 1):
                 await self._validate(step + 1)
+        assert parts.pump.tally.in_flight == 0, "requested = completed + failed does not hold"
         if parts.config.validation.greedy_at_end and parts.config.validation.episodes > 0:
             greedy = SamplingSection(temperature=0.0)
             await self._play_validation("val_greedy", parts.config.run.max_steps, greedy)
@@ -134,7 +136,7 @@ class StepLoop:
         metrics = await self._train(step, batch)
         watch.lap("step_train")
         parts.status.begin_phase("pushing weights")
-        if metrics:
+        if batch.samples:
             report = await parts.pool.push(self._version, self._digest)
             metrics["weights/sync_seconds"] = report.seconds
             metrics["weights/sync_bytes"] = float(report.received_bytes)
@@ -177,7 +179,7 @@ class StepLoop:
         metrics: Metrics = {}
         if batch.samples:
             response = await parts.trainer.train(step, base, batch.samples)
-            metrics = dict(response.metrics)
+            metrics = finite_metrics(response.metrics)
             metrics["time/learner_step"] = response.duration.ToNanoseconds() / 1e9
             self._version, self._digest = response.version, response.digest
         await parts.ledger.commit_step(step, base.lineage, self._version.step, metrics)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from rollwire.client.coordinator import CoordinatorClient
 from rollwire.coordinator.seeds import environment_seed, shuffle_seed
@@ -164,6 +166,21 @@ async def test_what_is_trained_does_not_depend_on_timing(two_rollouts: Any) -> N
 
 async def test_another_seed_trains_something_else(world: Any) -> None:
     assert await trained(world) != await trained(world, "run.seed=43")
+
+
+async def test_the_worst_and_the_best_episode_are_logged_as_text(world: Any) -> None:
+    words = ["see", "the", "lake", "go", "Right"]
+    Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="see")).save(
+        str(world.directory / "tokenizer.json")
+    )
+    await world.run(f"model.path={world.directory}", "tracking.text_samples_every_steps=2", "validation.episodes=0")
+    events = EventAccumulator(str(world.run_dir.event_dir))
+    events.Reload()
+    for name, score in (("episode/worst", 0), ("episode/best", 1)):
+        texts = events.Tensors(name)
+        assert [text.step for text in texts] == [0, 2]
+        markdown = texts[0].tensor_proto.string_val[0].decode()
+        assert f"score {score}" in markdown and "    the lake" in markdown and "    go Right" in markdown
 
 
 async def test_groups_without_variance_are_left_out_and_a_batch_of_them_costs_no_training(world: Any) -> None:
