@@ -22,6 +22,7 @@ THINK_PATTERN = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
 _CLOSING_TAG = "</answer>"
 # What a match of the built-in patterns starts with.
 _OPENING_TAGS = {ANSWER_PATTERN: "<answer>", THINK_PATTERN: "<think>"}
+_PLAYER_ON = {"_": "P", "O": "X", "G": "√"}
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 ACTIONS = ("Left", "Down", "Right", "Up")
 _DIRECTIONS = {name.lower(): direction for direction, name in enumerate(ACTIONS)}
@@ -91,6 +92,7 @@ class FrozenLake:
         self.max_turns = max_steps
         self.format_penalty = format_penalty
         self._pattern = _compile_action_pattern(action_pattern)
+        self._opening_tag = _OPENING_TAGS.get(action_pattern)
         self._special_tokens = tuple(special_token_list)
         self._instructions = env_instruction
         self._lake: LakeMap | None = None
@@ -105,8 +107,8 @@ class FrozenLake:
             The first observation, and info with `instructions`.
         """
         self._lake = generate_map(self.size, self.p, seed)
-        # The lake without its player: only one symbol changes in a turn.
-        self._rows = _symbols(self._lake)
+        # The lake without its player as one text: only one symbol changes in a turn.
+        self._ice = _symbols(self._lake)
         self._player = self._lake.start
         self._turn = 0
         self._done = False
@@ -129,16 +131,18 @@ class FrozenLake:
         Raises:
             RuntimeError: There is no episode, or it has ended.
         """
-        lake = self._current_lake()
-        if self._done:
-            raise RuntimeError("the episode has ended; call reset")
+        if self._lake is None or self._done:
+            state = "no episode has started" if self._lake is None else "the episode has ended"
+            raise RuntimeError(f"{state}; call reset")
         self._turn += 1
         direction = self.parse_action(action)
         before = self._player
         if direction is not None:
             self._player = self._destination(before, direction)
-        success = self._player == lake.goal
-        terminated = success or self._in_hole()
+        place = self._place()
+        symbol = self._ice[place]
+        success = symbol == "G"
+        terminated = success or symbol == "O"
         truncated = not terminated and self._turn >= self.max_turns
         self._done = terminated or truncated
         penalty = self.format_penalty if direction is None else 0.0
@@ -148,8 +152,8 @@ class FrozenLake:
             "success": float(success),
             "format_penalty": penalty,
         }
-        info = {"metrics": metrics, "metrics_agg_mode": dict(METRICS_AGG_MODE)}
-        return self.render_text(), float(success) + penalty, terminated, truncated, info
+        info = {"metrics": metrics, "metrics_agg_mode": METRICS_AGG_MODE}
+        return self._drawn(place), float(success) + penalty, terminated, truncated, info
 
     def parse_action(self, response: str) -> int | None:
         """Returns the direction a response names (0 Left, 1 Down, 2 Right, 3 Up), or None when it names none."""
@@ -162,21 +166,26 @@ class FrozenLake:
         return _DIRECTIONS.get(name)
 
     def _first_match(self, response: str) -> re.Match[str] | None:
-        opening = _OPENING_TAGS.get(self._pattern.pattern)
-        if opening is None:
+        if self._opening_tag is None:
             return self._pattern.search(response)
         # A search would try every opening tag and scan to the end from each, for a hostile text of 20 kB more than a
         # minute. If any opening tag starts a match the first one does, and no match passes the last closing tag.
-        start, end = response.find(opening), response.rfind(_CLOSING_TAG) + len(_CLOSING_TAG)
+        start, end = response.find(self._opening_tag), response.rfind(_CLOSING_TAG) + len(_CLOSING_TAG)
         return self._pattern.match(response, start, end) if 0 <= start < end else None
 
     def render_text(self) -> str:
         """Returns the lake as the policy sees it: rows from the top, joined by newlines, one symbol per cell."""
-        on_goal = self._player == self._current_lake().goal
+        self._current_lake()
+        return self._drawn(self._place())
+
+    def _drawn(self, place: int) -> str:
+        """Returns the lake with its player at `place`."""
+        return self._ice[:place] + _PLAYER_ON[self._ice[place]] + self._ice[place + 1 :]
+
+    def _place(self) -> int:
+        """Returns where the player's cell is in the text."""
         row, column = self._player
-        symbol = "√" if on_goal else "X" if self._in_hole() else "P"
-        line = self._rows[row]
-        return "\n".join((*self._rows[:row], line[:column] + symbol + line[column + 1 :], *self._rows[row + 1 :]))
+        return row * (self.size + 1) + column
 
     def render_rgb(self) -> NDArray[np.uint8]:
         """Returns the lake as a picture, uint8[height, width, 3]."""
@@ -187,19 +196,15 @@ class FrozenLake:
             raise RuntimeError("no episode has started; call reset")
         return self._lake
 
-    def _in_hole(self) -> bool:
-        row, column = self._player
-        return self._rows[row][column] == "O"
-
     def _destination(self, cell: Cell, direction: int) -> Cell:
         if self.is_slippery:
             draw = self._slips.random()
             outcome = int(np.argmax(draw < _SLIP_BOUNDS))
             direction = (direction + _SLIPS[outcome]) % 4
-        move = _MOVES[direction]
-        row = min(max(cell[0] + move[0], 0), self.size - 1)
-        column = min(max(cell[1] + move[1], 0), self.size - 1)
-        return row, column
+        down, right = _MOVES[direction]
+        row, column = cell[0] + down, cell[1] + right
+        inside = 0 <= row < self.size and 0 <= column < self.size
+        return (row, column) if inside else cell
 
 
 class FrozenLakeThink(FrozenLake):
@@ -210,10 +215,10 @@ class FrozenLakeThink(FrozenLake):
         super().__init__(action_pattern=action_pattern, **settings)
 
 
-def _symbols(lake: LakeMap) -> list[str]:
+def _symbols(lake: LakeMap) -> str:
     grid = np.where(lake.holes, "O", "_")
     grid[lake.goal] = "G"
-    return ["".join(row) for row in grid]
+    return "\n".join("".join(row) for row in grid)
 
 
 def _compile_action_pattern(pattern: str) -> re.Pattern[str]:

@@ -11,6 +11,7 @@ needs a process of its own.
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -41,6 +42,7 @@ _log = get_logger(__name__)
 THREADS_PER_TAG: Final = 64
 """Turns of a custom environment that run at once; more wait for a thread."""
 
+_LOGGED_FRAMES: Final = 20
 T = TypeVar("T")
 
 
@@ -80,7 +82,7 @@ class EnvironmentHost:
         self._disable_after_failures = disable_after_failures
         self._failures_in_a_row = 0
         self._on_loop = registered.built_in
-        self._declared_metrics = set(registered.description.metric_aggregation)
+        self._known_modes: object = None
         self._threads = WorkerThreads(f"environment-{registered.tag}", THREADS_PER_TAG)
 
     async def start(self, options: Mapping[str, Any], seed: int) -> tuple[Episode | None, pb.OpenSessionResponse]:
@@ -134,20 +136,20 @@ class EnvironmentHost:
                 result = await self._in_thread(lambda: self._step(episode, action), episode)
         if isinstance(result, pb.EnvironmentFailure):
             return self._failed_turn(episode, result)
-        self._learn_end(episode)
+        if episode.ended:
+            self._failures_in_a_row = 0
         return result
 
-    def can_play_now(self, episode: Episode) -> bool:
-        """Tells whether `play_now` may be used for the next turn."""
-        return self._on_loop and episode.lost is None and not episode.lock.locked()
-
-    def play_now(self, episode: Episode, action: str) -> pb.StepResponse:
-        """Plays a turn of a built-in environment on the event loop; a failure is in the response."""
+    def play_now(self, episode: Episode, action: str) -> pb.StepResponse | None:
+        """Plays a turn on the event loop if the environment is built in and idle; else returns None."""
+        if not self._on_loop or episode.lost is not None or episode.lock.locked():
+            return None
         try:
             response = self._step(episode, action)
         except Exception as error:
             return self._failed_turn(episode, self._failed(error))
-        self._learn_end(episode)
+        if episode.ended:
+            self._failures_in_a_row = 0
         return response
 
     def _step(self, episode: Episode, action: str) -> pb.StepResponse:
@@ -158,7 +160,7 @@ class EnvironmentHost:
             response.truncated = True
         episode.ended = response.terminated or response.truncated
         modes = reply[4].get("metrics_agg_mode")
-        if modes:
+        if modes and modes != self._known_modes:
             self._learn_aggregation(modes)
         return response
 
@@ -166,11 +168,6 @@ class EnvironmentHost:
         episode.ended = True
         self._count_failure(found)
         return pb.StepResponse(failure=found)
-
-    def _learn_end(self, episode: Episode) -> None:
-        """An episode that ends without a failure clears the count of failures."""
-        if episode.ended:
-            self._failures_in_a_row = 0
 
     async def draw(self, episode: Episode, render_format: pb.RenderFormat.ValueType) -> pb.RenderResponse:
         """Draws the current state.
@@ -230,7 +227,9 @@ class EnvironmentHost:
         return found
 
     def _failed(self, error: BaseException) -> pb.EnvironmentFailure:
-        _log.warning("environment failed", environment_tag=self.registered.tag, exc_info=error)
+        # As text: rendering a traceback with its local variables takes longer than many a turn may.
+        stack = "".join(traceback.format_exception(error, limit=-_LOGGED_FRAMES))
+        _log.warning("environment failed", environment_tag=self.registered.tag, stack=stack)
         return failure_of(error)
 
     def _count_failure(self, found: pb.EnvironmentFailure) -> None:
@@ -244,14 +243,13 @@ class EnvironmentHost:
                 last_failure=f"{found.type}: {found.message}",
             )
 
-    def _learn_aggregation(self, modes: object) -> None:
-        if isinstance(modes, dict) and modes.keys() <= self._declared_metrics:
-            return
+    def _learn_aggregation(self, modes: Any) -> None:
+        """Adds what a turn declares to the description, up to the number of metrics that the contract allows."""
         known = self.registered.description.metric_aggregation
         for name, mode in aggregations(modes).items():
             if name not in known and len(known) < MAX_METRICS:
                 known[name] = mode
-        self._declared_metrics = set(known)
+        self._known_modes = dict(modes)
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ class OptionSchema:
         if not allowed:
             return "no option at all"
         near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return f"a known option; {hint}Known: {', '.join(sorted(allowed))}"
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"only the options {', '.join(sorted(allowed))}{hint}"
 
 
 def _parameters(factory: Callable[..., object]) -> Iterator[tuple[inspect.Parameter, Any]]:

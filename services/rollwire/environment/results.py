@@ -44,7 +44,7 @@ def failure_of(error: BaseException) -> pb.EnvironmentFailure:
     try:
         # The text of an OSError holds the file name.
         message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    except Exception:
+    except BaseException:  # whatever an environment's own error does
         message = "(its text cannot be produced)"
     return failure(pb.ENVIRONMENT_FAILURE_KIND_ERROR, type(error).__name__, message)
 
@@ -98,13 +98,13 @@ def step_response(reply: object) -> pb.StepResponse:
     if not isinstance(info, Mapping):
         raise InvalidResultError(f"step returned an info of type {type(info).__name__}; allowed: a dict")
     response = pb.StepResponse(observation=_text("the observation", observation))
-    # Setting a field costs time, and in most turns these have their defaults.
-    if points := _finite("the reward", reward):
-        response.reward = points
-    if _flag("terminated", terminated):
-        response.terminated = True
-    if _flag("truncated", truncated):
-        response.truncated = True
+    # Most turns leave these at their defaults; every turn comes through here, so they cost nothing then.
+    if reward != 0.0 or type(reward) is not float:
+        response.reward = _finite("the reward", reward)
+    if terminated is not False:
+        response.terminated = _flag("terminated", terminated)
+    if truncated is not False:
+        response.truncated = _flag("truncated", truncated)
     suffix = info.get("suffix")
     if suffix:
         response.suffix = _text("info['suffix']", suffix)
@@ -148,7 +148,8 @@ def _copy_metrics(metrics: object, into: Any) -> None:
     if len(metrics) > MAX_METRICS:
         raise InvalidResultError(f"info['metrics'] has {len(metrics)} entries; allowed: at most {MAX_METRICS}")
     for name, value in metrics.items():
-        into[_metric_name(name)] = _finite(name, value)
+        number = value if type(value) is float and math.isfinite(value) else _finite(name, value)
+        into[_metric_name(name)] = number
 
 
 @lru_cache(1024)  # an environment reports the same few names in every turn
@@ -175,8 +176,6 @@ def _text(what: str, value: object) -> str:
 
 
 def _finite(what: str, value: object) -> float:
-    if type(value) is float and math.isfinite(value):  # nearly always
-        return value
     if not isinstance(value, Real | np.bool_):
         raise InvalidResultError(f"{what} is of type {type(value).__name__}; allowed: a number")
     try:
@@ -189,9 +188,7 @@ def _finite(what: str, value: object) -> float:
 
 
 def _flag(what: str, value: object) -> bool:
-    if value is True or value is False:
-        return value
-    if not isinstance(value, np.bool_):
+    if not isinstance(value, bool | np.bool_):
         raise InvalidResultError(f"{what} is of type {type(value).__name__}; allowed: bool")
     return bool(value)
 

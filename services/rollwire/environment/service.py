@@ -46,7 +46,7 @@ REAP_INTERVAL_S: Final = 1.0
 CLOSE_TIMEOUT_S: Final = 5.0
 """Time that environments get to close when the server stops."""
 
-CONCURRENT_DRAWINGS: Final = 4
+CONCURRENT_DRAWINGS: Final = 2
 """Pictures take much memory while they are drawn; more wait."""
 
 
@@ -171,7 +171,8 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
 
     async def Step(self, request: pb.StepRequest, context: grpc.aio.ServicerContext) -> pb.StepResponse:
         """Plays a turn, or returns the reply of the latest one."""
-        check_action(request.action)
+        action = request.action
+        check_action(action)
         try:
             admission, session = self._table.begin_turn(request.session_id, request.turn)
         except SessionError as error:
@@ -180,11 +181,11 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
             return session.reply
         if admission is Admission.RUN and session.opened is not None:
             host, episode = session.opened.host, session.opened.episode
-            if host.can_play_now(episode):
-                response = host.play_now(episode, request.action)
+            response = host.play_now(episode, action)
+            if response is not None:
                 self._table.end_turn(session, response, ended=episode.ended)
                 return response
-            self._run(session, self._play(session, host, episode, request.action))
+            self._run(session, self._play(session, host, episode, action))
         shared: pb.StepResponse = await asyncio.shield(self._under_way[session])
         return shared
 

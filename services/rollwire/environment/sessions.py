@@ -173,9 +173,12 @@ class SessionTable(Generic[OpenedT, ReplyT]):
             UnknownSessionError: There is none.
         """
         session = self._by_id.get(session_id)
-        if session is None or session.phase is Phase.STARTING or self._expired(session):
+        if session is None or session.phase is Phase.STARTING:
             raise UnknownSessionError
-        self._renew(session)
+        now_s = self._clock()
+        if session.expires_at_s <= now_s and not session.busy:
+            raise UnknownSessionError
+        session.expires_at_s = now_s + session.lease_s
         return session
 
     def begin_turn(self, session_id: str, turn: int) -> tuple[Admission, Session[OpenedT, ReplyT]]:
@@ -202,7 +205,7 @@ class SessionTable(Generic[OpenedT, ReplyT]):
         """Records the reply of the turn that was being played."""
         session.reply = reply
         session.phase = Phase.ENDED if ended else Phase.WAITING
-        self._renew(session)
+        session.expires_at_s = self._clock() + session.lease_s
 
     def renew(self, session_id: str, lease_s: float | None) -> Session[OpenedT, ReplyT]:
         """Renews a lease, with another length if one is given.

@@ -80,7 +80,7 @@ def test_valid_options_are_converted(options: dict[str, Any], taken: dict[str, A
     ("options", "name", "allowed"),
     [
         ({"sise": 4}, "sise", "did you mean size?"),
-        ({"zzz": 4}, "zzz", "Known: config_path, hard, mode"),
+        ({"zzz": 4}, "zzz", "only the options config_path, hard, mode"),
         ({"size": "4"}, "size", "a valid integer"),
         ({"size": 4.5}, "size", "a valid integer"),
         ({"size": True}, "size", "a valid integer"),
@@ -91,8 +91,8 @@ def test_valid_options_are_converted(options: dict[str, Any], taken: dict[str, A
         ({"mode": "medium"}, "mode", "'slow' or 'fast'"),
         ({"words": ["a", 3]}, "words[1]", "a valid string"),
         ({"words": "abc"}, "words", "a valid"),
-        ({"self": 1}, "self", "a known option"),
-        ({"rest": {}}, "rest", "a known option"),
+        ({"self": 1}, "self", "only the options"),
+        ({"rest": {}}, "rest", "only the options"),
     ],
 )
 def test_invalid_options_name_the_option_and_what_is_allowed(options: dict[str, Any], name: str, allowed: str) -> None:
