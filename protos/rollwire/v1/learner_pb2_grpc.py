@@ -29,7 +29,8 @@ class LearnerServiceStub(object):
     """LearnerService trains the policy and publishes its weights.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     def __init__(self, channel):
@@ -69,7 +70,8 @@ class LearnerServiceServicer(object):
     """LearnerService trains the policy and publishes its weights.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     def GetInfo(self, request, context):
@@ -85,7 +87,7 @@ class LearnerServiceServicer(object):
         Idempotent by (`lineage`, `step`): a repeat of the latest step with the same digest returns the first answer,
         with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
         the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
-        `STEP_IN_PROGRESS` while another step runs.
+        `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,7 +156,8 @@ class LearnerService(object):
     """LearnerService trains the policy and publishes its weights.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     @staticmethod

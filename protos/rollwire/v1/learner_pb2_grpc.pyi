@@ -21,7 +21,8 @@ class LearnerServiceStub:
     """LearnerService trains the policy and publishes its weights.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -40,7 +41,7 @@ class LearnerServiceStub:
     Idempotent by (`lineage`, `step`): a repeat of the latest step with the same digest returns the first answer,
     with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
     the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
-    `STEP_IN_PROGRESS` while another step runs.
+    `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage.
     """
 
     Score: grpc.StreamStreamMultiCallable[
@@ -69,7 +70,8 @@ class LearnerServiceAsyncStub:
     """LearnerService trains the policy and publishes its weights.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     GetInfo: grpc.aio.UnaryUnaryMultiCallable[
@@ -87,7 +89,7 @@ class LearnerServiceAsyncStub:
     Idempotent by (`lineage`, `step`): a repeat of the latest step with the same digest returns the first answer,
     with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
     the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
-    `STEP_IN_PROGRESS` while another step runs.
+    `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage.
     """
 
     Score: grpc.aio.StreamStreamMultiCallable[
@@ -116,7 +118,8 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
     """LearnerService trains the policy and publishes its weights.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     @abc.abstractmethod
@@ -138,7 +141,7 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         Idempotent by (`lineage`, `step`): a repeat of the latest step with the same digest returns the first answer,
         with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
         the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
-        `STEP_IN_PROGRESS` while another step runs.
+        `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage.
         """
 
     @abc.abstractmethod

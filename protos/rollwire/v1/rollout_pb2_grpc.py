@@ -29,7 +29,8 @@ class RolloutServiceStub(object):
     """RolloutService samples from the policy.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     def __init__(self, channel):
@@ -64,7 +65,8 @@ class RolloutServiceServicer(object):
     """RolloutService samples from the policy.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     def GetInfo(self, request, context):
@@ -81,7 +83,8 @@ class RolloutServiceServicer(object):
         still being played. Not idempotent across calls, but deterministic: the same request under the same weights on
         the same device gives the same episodes, and the ids derive from the request, so that the receiver can discard repeats.
         FAILED_PRECONDITION / `NO_WEIGHTS` before the first weights are active; FAILED_PRECONDITION / `WRONG_VERSION` when
-        `required_version` is not the active one; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay.
+        `required_version` is not the active one; NOT_FOUND / `UNKNOWN_ENVIRONMENT` when no environment server offers the tag;
+        RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,7 +104,8 @@ class RolloutServiceServicer(object):
         """UpdateWeights fetches a version, stages and verifies it beside the live one, drains running generations, and
         activates it. Idempotent by version: a version that is already active answers at once.
 
-        On any error the old version keeps serving. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
+        On any error before the load the old version keeps serving. If what the engine holds after the load is not what was
+        verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
         `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
         names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
         """
@@ -144,7 +148,8 @@ class RolloutService(object):
     """RolloutService samples from the policy.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     @staticmethod

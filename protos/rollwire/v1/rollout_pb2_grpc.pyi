@@ -21,7 +21,8 @@ class RolloutServiceStub:
     """RolloutService samples from the policy.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -41,7 +42,8 @@ class RolloutServiceStub:
     still being played. Not idempotent across calls, but deterministic: the same request under the same weights on
     the same device gives the same episodes, and the ids derive from the request, so that the receiver can discard repeats.
     FAILED_PRECONDITION / `NO_WEIGHTS` before the first weights are active; FAILED_PRECONDITION / `WRONG_VERSION` when
-    `required_version` is not the active one; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay.
+    `required_version` is not the active one; NOT_FOUND / `UNKNOWN_ENVIRONMENT` when no environment server offers the tag;
+    RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay.
     """
 
     Generate: grpc.UnaryStreamMultiCallable[
@@ -61,7 +63,8 @@ class RolloutServiceStub:
     """UpdateWeights fetches a version, stages and verifies it beside the live one, drains running generations, and
     activates it. Idempotent by version: a version that is already active answers at once.
 
-    On any error the old version keeps serving. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
+    On any error before the load the old version keeps serving. If what the engine holds after the load is not what was
+    verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
     `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
     names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
     """
@@ -70,7 +73,8 @@ class RolloutServiceAsyncStub:
     """RolloutService samples from the policy.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     GetInfo: grpc.aio.UnaryUnaryMultiCallable[
@@ -89,7 +93,8 @@ class RolloutServiceAsyncStub:
     still being played. Not idempotent across calls, but deterministic: the same request under the same weights on
     the same device gives the same episodes, and the ids derive from the request, so that the receiver can discard repeats.
     FAILED_PRECONDITION / `NO_WEIGHTS` before the first weights are active; FAILED_PRECONDITION / `WRONG_VERSION` when
-    `required_version` is not the active one; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay.
+    `required_version` is not the active one; NOT_FOUND / `UNKNOWN_ENVIRONMENT` when no environment server offers the tag;
+    RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay.
     """
 
     Generate: grpc.aio.UnaryStreamMultiCallable[
@@ -109,7 +114,8 @@ class RolloutServiceAsyncStub:
     """UpdateWeights fetches a version, stages and verifies it beside the live one, drains running generations, and
     activates it. Idempotent by version: a version that is already active answers at once.
 
-    On any error the old version keeps serving. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
+    On any error before the load the old version keeps serving. If what the engine holds after the load is not what was
+    verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
     `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
     names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
     """
@@ -118,7 +124,8 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
     """RolloutService samples from the policy.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
-    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down.
+    ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
+    UNAVAILABLE / `NO_WEIGHTS` while the model is being loaded.
     """
 
     @abc.abstractmethod
@@ -141,7 +148,8 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         still being played. Not idempotent across calls, but deterministic: the same request under the same weights on
         the same device gives the same episodes, and the ids derive from the request, so that the receiver can discard repeats.
         FAILED_PRECONDITION / `NO_WEIGHTS` before the first weights are active; FAILED_PRECONDITION / `WRONG_VERSION` when
-        `required_version` is not the active one; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay.
+        `required_version` is not the active one; NOT_FOUND / `UNKNOWN_ENVIRONMENT` when no environment server offers the tag;
+        RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay.
         """
 
     @abc.abstractmethod
@@ -165,7 +173,8 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         """UpdateWeights fetches a version, stages and verifies it beside the live one, drains running generations, and
         activates it. Idempotent by version: a version that is already active answers at once.
 
-        On any error the old version keeps serving. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
+        On any error before the load the old version keeps serving. If what the engine holds after the load is not what was
+        verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
         `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
         names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
         """

@@ -183,8 +183,8 @@ class TensorSpec(google.protobuf.message.Message):
     changed_elements: builtins.int
     """Number of elements that the payload changes, 1 to the number of elements. Sparse encodings only, else 0."""
     sparse_bytes: builtins.int
-    """Length of the sparse payload before compression; equals `payload_bytes` for TENSOR_ENCODING_SPARSE. Sparse encodings
-    only, else 0.
+    """Length of the sparse payload before compression, at most twice `byte_size`; equals `payload_bytes` for
+    TENSOR_ENCODING_SPARSE. Sparse encodings only, else 0.
     """
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
