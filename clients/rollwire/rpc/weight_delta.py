@@ -192,7 +192,7 @@ def sparse_blocks(change: SparseTensor, word_bytes: int, elements: int) -> Itera
         count, gap_bytes = _HEAD.unpack_from(payload, at)
         at += BLOCK_HEAD_BYTES
         end = at + gap_bytes + word_bytes * count
-        if not 1 <= gap_bytes <= MAX_BLOCK_GAPS or count > gap_bytes or end > len(payload):
+        if not 1 <= gap_bytes <= MAX_BLOCK_GAPS or end > len(payload):
             raise corrupt(f"a block of a sparse payload announces {count} elements in {gap_bytes} gap bytes")
         gaps = np.frombuffer(payload, np.uint8, gap_bytes, at)
         selects = gaps != GAP_LIMIT
@@ -281,7 +281,7 @@ def _decompressed(payload: bytes | bytearray, size: int) -> bytes:
         raise corrupt("a tensor is compressed with Zstandard, which this process did not offer to accept")
     try:
         frame = zstandard.get_frame_parameters(payload)
-        if frame.content_size not in (size, zstandard.CONTENTSIZE_UNKNOWN) or frame.dict_id:
+        if frame.content_size not in (size, zstandard.CONTENTSIZE_UNKNOWN):
             raise corrupt(f"a compressed payload announces {frame.content_size} bytes, expected were {size}")
         decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
         return decompressor.decompress(payload, max_output_size=size, allow_extra_data=False)

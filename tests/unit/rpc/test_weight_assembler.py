@@ -19,6 +19,7 @@ from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.weight_assembler import ALIGNMENT_BYTES
 from rollwire.rpc.weight_buffers import BuffersExhaustedError, HostBuffers, anonymous_memory
 from rollwire.rpc.weight_delta import supported_encodings
+from rollwire.rpc.weight_manifest import Base, check_manifest
 from rollwire.rpc.weight_publisher import WeightPublisher
 from rollwire.rpc.weight_stream import HeldWeights, TensorLayout, WeightAssembler, receive_weights, stream_wire
 from rollwire.v1 import learner_pb2, weights_pb2
@@ -156,6 +157,12 @@ def test_damage_with_matching_checksums_is_refused_or_harmless(update: Update, d
     update.refused_or_harmless(update.messages(payload=bytes(payload)))
 
 
+def test_a_damaged_chunk_of_a_delta_is_named() -> None:
+    messages = PACKED.messages()
+    messages[2] = bytes((*messages[2][:40], messages[2][40] ^ 1, *messages[2][41:]))
+    assert "checksum of the chunk at byte 100" in PACKED.refused(messages).message
+
+
 @pytest.mark.parametrize("update", [PACKED, PLAIN], ids=["zstd", "plain"])
 def test_a_stream_cut_at_or_near_any_tensor_boundary_is_refused(update: Update) -> None:
     ends = {spec.payload_offset + spec.payload_bytes for spec in update.manifest.tensors}
@@ -237,8 +244,29 @@ def test_a_delta_against_anything_but_what_is_held_is_refused(lie: Callable[[Any
     manifest = weights_pb2.WeightManifest()
     manifest.CopyFrom(PACKED.manifest)
     lie(manifest)
-    messages = list(stream_wire(manifest, iter([memoryview(PACKED.payload)]), 500))
-    assert PACKED.refused(messages[:1]).reason == Reason.WEIGHTS_CORRUPT
+    first = next(stream_wire(manifest, iter([memoryview(PACKED.payload)]), 500))
+    assembler = WeightAssembler(LAYOUTS, _version(1), base=PACKED.base, buffers=PACKED.buffers, threads=0)
+    with pytest.raises(RollwireError) as caught:
+        assembler.feed(first)
+    assert caught.value.reason == Reason.WEIGHTS_CORRUPT
+    assert PACKED.buffers.taken == 1
+
+
+@pytest.mark.parametrize(("encoding", "payload_bytes"), [(3, 60), (3, 90), (4, 60), (4, 89)])
+def test_a_sparse_payload_as_long_as_its_tensor_is_refused(encoding: Any, payload_bytes: int) -> None:
+    layout = TensorLayout(BF16, (30,))
+    spec = weights_pb2.TensorSpec(name="t", dtype=BF16, shape=[30], byte_size=60, encoding=encoding)
+    spec.changed_elements = 10
+    spec.payload_bytes, spec.sparse_bytes = payload_bytes, 60 if payload_bytes == 60 and encoding == 3 else 90
+    manifest = weights_pb2.WeightManifest(version=_version(1), base=_version(0), base_digest=b"d", tensors=[spec])
+    manifest.payload_bytes = payload_bytes
+    manifest.digest = weights_digest([("t", b"")])
+    base = Base(_version(0), b"d", {"t": b""})
+    with pytest.raises(RollwireError, match="do not fit together"):
+        check_manifest(manifest, {"t": layout}, base)
+    spec.payload_bytes = manifest.payload_bytes = manifest.tensors[0].payload_bytes = 50
+    manifest.tensors[0].sparse_bytes = 50 if encoding == 3 else 90
+    check_manifest(manifest, {"t": layout}, base)
 
 
 def test_a_reader_that_holds_nothing_refuses_a_delta() -> None:
@@ -281,6 +309,21 @@ def test_damage_is_traced_to_its_chunk_and_no_thread_stays(threads: int) -> None
                 assembler.feed(message)
             assembler.result()
     assert threading.active_count() == before
+    assert buffers.taken == 0
+
+
+def test_a_result_that_is_refused_frees_everything() -> None:
+    messages = _large_stream()
+    damaged = bytearray(messages[-2])
+    damaged[1000] ^= 1
+    messages[-2] = bytes(damaged)
+    buffers = HostBuffers()
+    assembler = WeightAssembler(LARGE, _version(1), buffers=buffers, threads=2)
+    for message in messages:
+        assembler.feed(message)
+    for text in ("differs", "before its commit"):
+        with pytest.raises(RollwireError, match=text):
+            assembler.result()
     assert buffers.taken == 0
 
 

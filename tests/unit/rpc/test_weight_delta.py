@@ -18,6 +18,7 @@ from rollwire.rpc import weight_delta
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.weight_delta import (
     MAX_BLOCK_GAPS,
+    UNCHANGED,
     SparseEncoder,
     SparseTensor,
     apply_sparse,
@@ -112,6 +113,16 @@ def test_composed_changes_are_the_change_between_the_outermost_versions(versions
     assert composed.changed == np.count_nonzero(versions[0] != versions[-1])
 
 
+def test_a_change_that_is_taken_back_is_none() -> None:
+    first, second = np.zeros(900, "<u2"), np.zeros(900, "<u2")
+    second[[5, 600]] = (1, 0xFFFF)
+    there, back = _known(_encode(first, second)), _known(_encode(second, first))
+    assert compose([there, back], 2, 900, UNLIMITED) == UNCHANGED
+    second[7] = 9
+    there = _known(_encode(first, second))
+    assert _known(compose([there, back], 2, 900, UNLIMITED)).changed == 1
+
+
 def test_nan_payloads_and_signed_zeros_are_changes() -> None:
     old = np.array([0x7FC0, 0x7FC0, 0x0000, 0x8000], "<u2")  # bfloat16: two NaNs, +0, -0
     new = np.array([0x7FC0, 0x7FC1, 0x8000, 0x8000], "<u2")
@@ -122,7 +133,7 @@ def test_nan_payloads_and_signed_zeros_are_changes() -> None:
 
 def test_equal_tensors_have_no_payload() -> None:
     words = np.arange(1000, dtype="<u2")
-    assert _encode(words, words) == SparseTensor(weights_pb2.TENSOR_ENCODING_UNCHANGED, 0, 0, b"")
+    assert _encode(words, words) == UNCHANGED == SparseTensor(weights_pb2.TENSOR_ENCODING_UNCHANGED, 0, 0, b"")
 
 
 @pytest.mark.parametrize("gap", [0, 1, 253, 254, 255, 256, 509, 510, 511, 65_536])
