@@ -2,7 +2,8 @@
 
     python -m tools.tiny_policy --output services/rollwire/policies/tiny
 
-Takes about MINUTES minutes on one CPU thread. The result is the same to the bit only on the same CPU and torch build.
+Takes about 10 minutes on one free CPU core, measurement included. The result is the same to the bit only on the same
+CPU and torch build.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Games:
         lakes: The n lakes played.
         cells: int[n, MAX_TURNS + 1], the player's cell before each turn and after the last.
         actions: int[n, MAX_TURNS].
-        targets: float32[n, MAX_TURNS, 4], probability of each action under the clumsy player.
+        targets: float32[n, MAX_TURNS, 4], probability that the network shall give each action.
         turns: int[n], turns played.
         success: bool[n].
     """
@@ -106,8 +106,15 @@ def shortest_path_policy(lakes: Lakes, cells: NDArray[np.int64]) -> NDArray[np.f
     return policy
 
 
-def play(generator: np.random.Generator, lakes: Lakes, skill: float) -> Games:
-    """Plays every lake to its end with a player of the given skill."""
+def play(generator: np.random.Generator, lakes: Lakes, skill: float, target_skill: float) -> Games:
+    """Plays every lake to its end.
+
+    Args:
+        generator: Source of the moves.
+        lakes: Lakes to play.
+        skill: Skill of the player.
+        target_skill: Skill of the player whose probabilities, on the same cells, become the targets.
+    """
     count = len(lakes.start)
     index = np.arange(count)
     cells = np.zeros((count, MAX_TURNS + 1), np.int64)
@@ -117,8 +124,9 @@ def play(generator: np.random.Generator, lakes: Lakes, skill: float) -> Games:
     cells[:, 0] = here = lakes.start
     playing = np.ones(count, bool)
     for turn in range(MAX_TURNS):
-        targets[:, turn] = skill * shortest_path_policy(lakes, here) + (1 - skill) / 4
-        bounds = targets[:, turn].cumsum(axis=1)
+        best = shortest_path_policy(lakes, here)
+        targets[:, turn] = target_skill * best + (1 - target_skill) / 4
+        bounds = (skill * best + (1 - skill) / 4).cumsum(axis=1)
         actions[:, turn] = np.minimum((generator.random((count, 1)) > bounds).sum(axis=1), 3)
         here = np.where(playing, DESTINATION[here, actions[:, turn]], here)
         cells[:, turn + 1] = here

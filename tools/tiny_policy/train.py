@@ -1,8 +1,11 @@
 """Imitation of a player: cross-entropy against its exact move probabilities, turn by turn.
 
-Two lessons. First single turns of a perfect player on as many lakes as possible: where the shortest paths lie. Then
-whole games of the clumsy player: how a conversation goes on, and to play no better than that player. The targets are
-probabilities, not sampled moves, so the network learns what the player prefers much faster than from samples.
+Three lessons. First single turns on as many lakes as possible, with the shortest-path moves as targets: where the paths
+lie. Then whole games of the clumsy player, still with the shortest-path moves as targets: how a conversation goes on.
+Last the same games with the clumsy player's own probabilities: to play no better than that player. Learning clumsiness
+last, briefly and at a low rate keeps the knowledge; learnt from the start, its flat targets teach the paths badly.
+
+All targets are probabilities, not sampled moves, so the network learns much faster than from samples.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from tools.tiny_policy.transcripts import Batch, Transcriber
 
 # Lakes of one draw; large, so that enough games of every length come together for full batches.
 _LAKES_PER_DRAW = 8192
+_SKILL = 0.24
 
 
 @dataclass(frozen=True)
@@ -33,13 +37,17 @@ class Lesson:
         steps: Optimizer steps.
         turns: Games are cut after this many turns.
         tokens_per_step: Prompt and response tokens in a batch, about.
-        skill: Probability that the player makes a shortest-path move at a turn; else any legal move, at random.
+        target_skill: Probability of a shortest-path move in the targets; the rest is spread over all four moves.
+        first_rate: Learning rate at the start of the lesson.
+        last_rate: Learning rate at its end, reached on half a cosine.
     """
 
     steps: int
     turns: int
     tokens_per_step: int
-    skill: float
+    target_skill: float
+    first_rate: float
+    last_rate: float
 
 
 @dataclass(frozen=True)
@@ -47,9 +55,9 @@ class Settings:
     """How to train.
 
     Attributes:
+        skill: The clumsy player's probability of a shortest-path move; else any legal move, at random.
         lessons: The curriculum, in order.
-        peak_learning_rate: Reached after the warm-up, then falling on a cosine over all lessons.
-        warmup_steps: Steps of linear warm-up.
+        warmup_steps: Steps of linear warm-up in the first lesson.
         format_weight: Loss weight of the tokens around the action.
         observation_weight: Loss weight of the cells of later observations.
         max_gradient_norm: Gradients are scaled down to this 2-norm.
@@ -57,10 +65,11 @@ class Settings:
     """
 
     lessons: tuple[Lesson, ...] = (
-        Lesson(steps=900, turns=1, tokens_per_step=3072, skill=1.0),
-        Lesson(steps=600, turns=MAX_TURNS, tokens_per_step=4096, skill=0.24),
+        Lesson(1000, turns=1, tokens_per_step=3072, target_skill=1.0, first_rate=2e-3, last_rate=8e-4),
+        Lesson(350, turns=MAX_TURNS, tokens_per_step=4096, target_skill=1.0, first_rate=1e-3, last_rate=2e-4),
+        Lesson(200, turns=MAX_TURNS, tokens_per_step=4096, target_skill=_SKILL, first_rate=5e-4, last_rate=2e-5),
     )
-    peak_learning_rate: float = 2e-3
+    skill: float = _SKILL
     warmup_steps: int = 50
     format_weight: float = 0.3
     observation_weight: float = 0.1
@@ -79,9 +88,9 @@ def train(model: Qwen2ForCausalLM, transcriber: Transcriber, settings: Settings,
     optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
     objective = Objective(model, transcriber, settings)
     started = reported = time.monotonic()
-    for step, batch in enumerate(_curriculum(transcriber, settings)):
+    for step, (rate, batch) in enumerate(_curriculum(transcriber, settings)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, settings)
+            group["lr"] = rate * min(1.0, (step + 1) / settings.warmup_steps)
         losses = objective(batch)
         torch.stack(list(losses.values())).sum().backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, settings.max_gradient_norm)
@@ -94,11 +103,10 @@ def train(model: Qwen2ForCausalLM, transcriber: Transcriber, settings: Settings,
             report(f"step {step + 1}/{settings.steps} after {now - started:.0f} s: {parts}")
 
 
-def learning_rate(step: int, settings: Settings) -> float:
-    """Returns the learning rate of a step counted from 0."""
-    progress = step / settings.steps
-    cosine = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.peak_learning_rate * cosine * min(1.0, (step + 1) / settings.warmup_steps)
+def learning_rate(lesson: Lesson, step: int) -> float:
+    """Returns the learning rate of a lesson's step counted from 0, before warm-up."""
+    remaining = 0.5 * (1 + math.cos(math.pi * step / lesson.steps))
+    return lesson.last_rate + (lesson.first_rate - lesson.last_rate) * remaining
 
 
 class Objective:
@@ -135,18 +143,19 @@ class Objective:
         return functional.cross_entropy(self._logits(hidden, slots).flatten(0, 1), tokens[:, slots].flatten())
 
 
-def _curriculum(transcriber: Transcriber, settings: Settings) -> Iterator[Batch]:
+def _curriculum(transcriber: Transcriber, settings: Settings) -> Iterator[tuple[float, Batch]]:
+    """Yields learning rate and batch of every step."""
     generator = np.random.default_rng(np.random.SeedSequence(settings.seed, spawn_key=(1,)))
     for lesson in settings.lessons:
-        batches = _batches(generator, transcriber, lesson)
-        for _ in range(lesson.steps):
-            yield next(batches)
+        batches = _batches(generator, transcriber, lesson, settings.skill)
+        for step in range(lesson.steps):
+            yield learning_rate(lesson, step), next(batches)
 
 
-def _batches(generator: np.random.Generator, transcriber: Transcriber, lesson: Lesson) -> Iterator[Batch]:
+def _batches(generator: np.random.Generator, transcriber: Transcriber, lesson: Lesson, skill: float) -> Iterator[Batch]:
     """Yields batches without end; games of equal length go together, so nothing is padded."""
     while True:
-        games = play(generator, draw_lakes(generator, _LAKES_PER_DRAW), lesson.skill)
+        games = play(generator, draw_lakes(generator, _LAKES_PER_DRAW), skill, lesson.target_skill)
         lengths = np.minimum(games.turns, lesson.turns)
         planned = []
         for turns in range(1, lesson.turns + 1):

@@ -25,7 +25,7 @@ class Batch:
         action_slots: int64[turns], position of each turn's action token.
         grid_slots: int64[(turns - 1) * CELLS], positions of the cells of every observation but the first (which nothing
             before it foretells).
-        targets: float32[n, turns, 4], the player's probabilities of Left, Down, Right, Up.
+        targets: float32[n, turns, 4], probabilities to learn of Left, Down, Right, Up.
     """
 
     tokens: NDArray[np.int64]
