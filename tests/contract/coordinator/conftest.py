@@ -291,6 +291,7 @@ class World:
         self.notes = Notes()
         self.run_dir: RunDir | None = None
         self.status: RunStatus | None = None
+        self.budgets = BUDGETS
 
     @property
     def rollout(self) -> FakeRollout:
@@ -331,7 +332,7 @@ class World:
         )
         self.run_dir = create_run_dir(config, datetime.now(UTC))
         self.status = RunStatus(run_name=config.run.name, max_steps=config.run.max_steps, observer=self.notes)
-        return await asyncio.wait_for(run_training(config, self.run_dir, self.status, budgets=BUDGETS), 30)
+        return await asyncio.wait_for(run_training(config, self.run_dir, self.status, budgets=self.budgets), 30)
 
 
 @pytest.fixture

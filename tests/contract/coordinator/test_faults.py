@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -130,30 +131,32 @@ async def test_a_lost_server_hands_its_episodes_to_the_others(two_rollouts: Any)
 
 async def test_a_lost_server_that_returns_gets_the_present_version_before_it_plays(two_rollouts: Any) -> None:
     world = two_rollouts
+    world.budgets = replace(world.budgets, lost_s=20.0)
     first, second = world.rollouts
-
-    async def slowly(request: Any) -> None:
-        await asyncio.sleep(0.05)
-
-    first.before_group = second.before_group = slowly
-
-    def restart_at(step: int) -> None:
-        if step == 1:
-            tasks.append(asyncio.create_task(restart()))
+    tasks: list[asyncio.Task[None]] = []
 
     async def restart() -> None:
         await world.hosts[first].stop()
         first.version = weights_pb2.WeightVersion()  # what a restarted process knows
         first.requests.clear()
-        await asyncio.sleep(0.2)
         await world.hosts[first].start()
 
-    tasks: list[asyncio.Task[None]] = []
-    world.notes.at_step = restart_at
-    await world.run("validation.episodes=0", "run.max_steps=12", "batch.groups_per_step=4")
-    assert any("is back" in notice for notice in world.notes.notices)
-    assert first.requests, "it plays again"
-    assert all(request.required_version.step >= 2 for request in first.requests)
+    async def die_while_playing(request: Any) -> None:
+        if request.required_version.step == 2 and not tasks:
+            tasks.append(asyncio.create_task(restart()))
+            await asyncio.sleep(60)
+
+    def is_back() -> bool:
+        return any("is back" in notice for notice in world.notes.notices)
+
+    async def wait_for_the_first(request: Any) -> None:
+        while tasks and not is_back():
+            await asyncio.sleep(0.01)
+
+    first.before_group, second.before_group = die_while_playing, wait_for_the_first
+    await world.run("validation.episodes=0", "run.max_steps=6", "batch.groups_per_step=4")
+    assert is_back()
+    assert first.requests and all(request.required_version.step >= 2 for request in first.requests)
 
 
 async def test_when_no_server_is_left_the_run_ends(world: Any) -> None:
