@@ -161,6 +161,10 @@ def test_a_session_that_is_used_does_not_expire() -> None:
     table.begin_turn(playing.session_id, 0)
     clock.now += 1000
     assert table.reap() == []
+    assert table.begin_turn(playing.session_id, 0) == (Admission.WAIT, playing)
+    clock.now += 1000
+    assert table.open("a", b"same", 1) == (Admission.WAIT, starting)
+    clock.now += 1000
     table.started(starting, "hello")
     table.end_turn(playing, "reply", ended=False)
     assert {starting.expires_at_s, playing.expires_at_s} == {clock.now + 1}
