@@ -46,6 +46,12 @@ format: install-dev ## Formats Python and protos.
 	$(BIN)/ruff check --fix .
 	$(BIN)/buf format -w
 
+tiny-policy: install ## Trains the built-in policy anew, about ten minutes on one core.
+	$(BIN)/python -m tools.tiny_policy --output services/rollwire/policies/tiny
+
+docs: install-dev ## Regenerates docs/configuration.md.
+	$(BIN)/python tools/config_docs.py
+
 protos: install-dev ## Regenerates the checked-in code of the contract.
 	PYTHON=$(BIN)/python tools/protos.sh
 

@@ -22,6 +22,7 @@ SMALL = (
     "validation.every_steps=0",
     "learner.optimizer_steps_per_batch=2",
     "run.deterministic=true",
+    "max_staleness=0",
 )
 
 

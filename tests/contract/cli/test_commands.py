@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "deploy" / "configs" / "frozenlake-tiny.yaml"
 
 def rollwire(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rollwire.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment())
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=cwd, env=environment())
 
 
 def environment() -> dict[str, str]:
@@ -45,7 +45,7 @@ def test_help_lists_the_commands_and_loads_nothing_heavy() -> None:
 
 
 def test_a_dry_run_shows_configuration_arithmetic_and_processes_and_does_nothing(tmp_path: Path) -> None:
-    done = rollwire("launch", EXAMPLE, "run.max_steps=7", "--dry-run", cwd=tmp_path)
+    done = rollwire("launch", EXAMPLE, "run.max_steps=7", "batch.groups_per_step=16", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "max_steps: 7" in done.stdout
     assert "16 groups x 8 episodes = 128" in done.stdout
@@ -105,7 +105,7 @@ def test_a_server_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rollwire.cli.main", "serve", "environment", "--ready-file", str(ready)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
     try:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while not ready.exists() and time.monotonic() < end:
             time.sleep(0.02)
         assert json.loads(ready.read_text())["pid"] == server.pid
@@ -128,7 +128,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         "time.sleep(60)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(ready)], env=environment())
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not ready.exists() and time.monotonic() < end:
         time.sleep(0.02)
     pid = json.loads(ready.read_text())["pid"]

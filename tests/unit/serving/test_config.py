@@ -53,6 +53,7 @@ def test_an_unknown_key_names_the_nearest(override: str, near: str) -> None:
         (["learner.optimizer_steps_per_batch=1000"], ["1000", "128 episodes", "lower it"]),
         (["batch.episodes_per_group=64", "rollout.max_episodes=32"], ["64", "rollout.max_episodes=32"]),
         (["rollout.max_episode_tokens=128"], ["max_new_tokens_per_turn is 128", "raise the latter"]),
+        (["run.deterministic=true", "max_staleness=1"], ["max_staleness is 1", "set max_staleness=0"]),
         (["sampling.temperature=0"], ["explores"]),
         (["sampling.top_k=50"], ["top_k is 50", "validation.sampling"]),
         (["environments=[]"], ["at least one entry"]),

@@ -176,6 +176,11 @@ class RunConfig(Section):
                 f"{self.algorithm.advantage} compares episodes of a group and needs at least 2; "
                 "raise it, or choose algorithm.advantage=reinforce"
             )
+        if self.run.deterministic and self.max_staleness > 0:
+            raise ValueError(
+                f"run.deterministic is true, but max_staleness is {self.max_staleness}: which weights play an episode "
+                "would depend on timing; set max_staleness=0"
+            )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0; training needs a policy that explores: choose a value > 0")
         if self.sampling.top_p < 1 or self.sampling.top_k > 0:
