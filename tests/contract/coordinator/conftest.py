@@ -332,7 +332,7 @@ class World:
         )
         self.run_dir = create_run_dir(config, datetime.now(UTC))
         self.status = RunStatus(run_name=config.run.name, max_steps=config.run.max_steps, observer=self.notes)
-        return await asyncio.wait_for(run_training(config, self.run_dir, self.status, budgets=self.budgets), 30)
+        return await asyncio.wait_for(run_training(config, self.run_dir, self.status, budgets=self.budgets), 90)
 
 
 @pytest.fixture

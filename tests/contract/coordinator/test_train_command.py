@@ -8,23 +8,39 @@ import signal
 import sqlite3
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+
+Rollwire = Callable[..., Awaitable[Process]]
 
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "COLUMNS": "200"}
 
 
-async def rollwire(*arguments: object) -> Process:
-    command = [sys.executable, "-m", "rollwire.cli.main", *map(str, arguments)]
-    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=environment())
+@pytest.fixture
+async def rollwire() -> AsyncIterator[Rollwire]:
+    """Starts commands; what still runs at the end of a test is killed."""
+    started: list[Process] = []
+
+    async def start(*arguments: object) -> Process:
+        command = [sys.executable, "-m", "rollwire.cli.main", *map(str, arguments)]
+        started.append(await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=environment()))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
 
 
 async def finish(process: Process) -> tuple[int | None, str, str]:
-    output, errors = await asyncio.wait_for(process.communicate(), 30)
+    output, errors = await asyncio.wait_for(process.communicate(), 100)
     return process.returncode, output.decode(), errors.decode()
 
 
@@ -62,7 +78,7 @@ def state(world: Any) -> str:
         return str(connection.execute("SELECT state FROM run").fetchone()[0])
 
 
-async def test_a_run_from_the_command_line(world: Any) -> None:
+async def test_a_run_from_the_command_line(world: Any, rollwire: Rollwire) -> None:
     status, output, errors = await finish(await rollwire("train", write_config(world)))
     assert (status, errors) == (0, "")
     lines = output.splitlines()
@@ -81,7 +97,7 @@ async def test_a_run_from_the_command_line(world: Any) -> None:
     assert status == 0 and "finished, 3 steps committed" in output
 
 
-async def test_status_and_stop(world: Any) -> None:
+async def test_status_and_stop(world: Any, rollwire: Rollwire) -> None:
     process = await rollwire("train", write_config(world, max_steps=100_000))
     await first_step(process)
     status, output, _ = await finish(await rollwire("status", run_dir(world)))
@@ -93,7 +109,7 @@ async def test_status_and_stop(world: Any) -> None:
     assert state(world) == "stopped"
 
 
-async def test_one_interrupt_ends_a_run_cleanly(world: Any) -> None:
+async def test_one_interrupt_ends_a_run_cleanly(world: Any, rollwire: Rollwire) -> None:
     process = await rollwire("train", write_config(world, max_steps=100_000))
     await first_step(process)
     process.send_signal(signal.SIGINT)
@@ -103,7 +119,7 @@ async def test_one_interrupt_ends_a_run_cleanly(world: Any) -> None:
     assert state(world) == "cancelled"
 
 
-async def test_two_interrupts_end_it_at_once(world: Any) -> None:
+async def test_two_interrupts_end_it_at_once(world: Any, rollwire: Rollwire) -> None:
     async def hang(request: Any) -> None:
         if request.group_id == "g00000002":
             await asyncio.sleep(60)
@@ -117,7 +133,7 @@ async def test_two_interrupts_end_it_at_once(world: Any) -> None:
     assert status == 130 and "Traceback" not in errors
 
 
-async def test_errors_of_a_run_are_one_line(world: Any) -> None:
+async def test_errors_of_a_run_are_one_line(world: Any, rollwire: Rollwire) -> None:
     world.rollout.digest_of = lambda step: b"x" * 32
     status, _, errors = await finish(await rollwire("train", write_config(world)))
     assert status == 1
