@@ -42,6 +42,9 @@ _log = get_logger(__name__)
 THREADS_PER_TAG: Final = 64
 """Turns of a custom environment that run at once; more wait for a thread."""
 
+CONCURRENT_DRAWINGS: Final = 2
+"""Pictures take much memory while they are drawn; more of a tag wait."""
+
 _LOGGED_FRAMES: Final = 20
 T = TypeVar("T")
 
@@ -83,6 +86,7 @@ class EnvironmentHost:
         self._failures_in_a_row = 0
         self._on_loop = registered.built_in
         self._known_modes: object = None
+        self._drawings = asyncio.Semaphore(CONCURRENT_DRAWINGS)
         self._threads = WorkerThreads(f"environment-{registered.tag}", THREADS_PER_TAG)
 
     async def start(self, options: Mapping[str, Any], seed: int) -> tuple[Episode | None, pb.OpenSessionResponse]:
@@ -182,7 +186,7 @@ class EnvironmentHost:
                 f"{', '.join(map(pb.RenderFormat.Name, self.registered.description.render_formats)) or 'nothing'}",
                 environment_tag=self.registered.tag,
             )
-        async with episode.lock:
+        async with self._drawings, episode.lock:
             result: pb.RenderResponse | pb.EnvironmentFailure | None = episode.lost
             if result is None:
                 result = await self._in_thread(lambda: _draw(episode, render_format), episode)

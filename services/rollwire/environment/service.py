@@ -46,9 +46,6 @@ REAP_INTERVAL_S: Final = 1.0
 CLOSE_TIMEOUT_S: Final = 5.0
 """Time that environments get to close when the server stops."""
 
-CONCURRENT_DRAWINGS: Final = 2
-"""Pictures take much memory while they are drawn; more wait."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
@@ -86,7 +83,6 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
         # What is under way, for repeats that have to wait for it. At most one entry per session.
         self._under_way: dict[_Session, asyncio.Task[Any]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._drawings = asyncio.Semaphore(CONCURRENT_DRAWINGS)
         self._reaper: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -217,8 +213,7 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
         except SessionError as error:
             raise _refusal(error) from error
         assert session.opened is not None, "a session that can be found has been opened"
-        async with self._drawings:
-            return await session.opened.host.draw(session.opened.episode, request.format)
+        return await session.opened.host.draw(session.opened.episode, request.format)
 
     async def CloseSession(
         self, request: pb.CloseSessionRequest, context: grpc.aio.ServicerContext

@@ -168,6 +168,17 @@ async def test_a_drawing_that_fails_is_unsupported(client: EnvironmentClient, op
     assert reply.failure.kind == (TIMEOUT if note == "hang" else pb.ENVIRONMENT_FAILURE_KIND_UNSPECIFIED)
 
 
+async def test_hanging_drawings_delay_no_other_tag(client: EnvironmentClient, opening: Opening) -> None:
+    hanging = [await client.open_session(opening("Troublesome", note="hang")) for _ in range(4)]
+    lake = await client.open_session(opening("FrozenLake"))
+    draws = [asyncio.create_task(client.render(item.session_id, pb.RENDER_FORMAT_TEXT)) for item in hanging]
+    await asyncio.sleep(0.1)
+    assert (await client.render(lake.session_id, pb.RENDER_FORMAT_TEXT, timeout_s=0.4)).text == lake.observation
+    assert not any(task.done() for task in draws)
+    results = await asyncio.gather(*draws, return_exceptions=True)
+    assert {result.reason for result in results if isinstance(result, RollwireError)} == {Reason.RENDER_UNSUPPORTED}
+
+
 async def test_the_log_holds_the_stack_trace_that_the_caller_does_not_get(
     client: EnvironmentClient, opening: Opening, capsys: pytest.CaptureFixture[str]
 ) -> None:
