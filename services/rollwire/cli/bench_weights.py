@@ -25,6 +25,7 @@ from rich.table import Table
 
 from rollwire.cli import bench_weights_processes as processes
 from rollwire.cli.bench_weights_model import ModelShape
+from rollwire.coordinator.launcher import ALLOCATOR_ENVIRONMENT
 
 SHARES: Final = (0.001, 0.01, 0.05)
 READERS: Final = (1, 4, 16)
@@ -50,7 +51,8 @@ class WeightsResult:
         link_delta: Update by changes through the limited link, with 1 % of the values changed.
         readers: Time until all of several readers had the version, by their number; one measurement each.
         extra_bytes: Peak of the server's memory beyond its parameters, readers included.
-        full_cpu: CPU time of sender and receiver for one full update, in seconds.
+        raw_cpu: CPU time of sender and receiver for one transfer over the bare socket, in seconds.
+        full_cpu: The same for a full update.
         delta_cpu: The same for an update with 1 % of the values changed.
     """
 
@@ -65,6 +67,7 @@ class WeightsResult:
     link_delta: list[float] = field(default_factory=list)
     readers: dict[str, float] = field(default_factory=dict)
     extra_bytes: int = 0
+    raw_cpu: list[tuple[float, float]] = field(default_factory=list)
     full_cpu: list[tuple[float, float]] = field(default_factory=list)
     delta_cpu: list[tuple[float, float]] = field(default_factory=list)
 
@@ -96,9 +99,9 @@ def bench_weights(
         result = measure(shape, rounds, status.update)
     console.print(_table(result))
     console.print(_readers_table(result))
-    for name, spent in (("full", result.full_cpu), ("1.0% changed", result.delta_cpu)):
+    for name, spent in (("socket", result.raw_cpu), ("full", result.full_cpu), ("1.0% changed", result.delta_cpu)):
         sender, receiver = (statistics.median(part) for part in zip(*spent, strict=True))
-        console.print(f"CPU of one update, {name}: sender {sender:.2f} s, receiver {receiver:.2f} s")
+        console.print(f"CPU time, {name}: sender {sender:.2f} s, receiver {receiver:.2f} s")
     found = targets(result)
     for target in found:
         sign = "≥" if target.at_least else "≤"
@@ -125,7 +128,9 @@ def measure(shape: ModelShape, rounds: int, say: Callable[[str], object]) -> Wei
             run.fetch("delta", address)
         for round_ in range(rounds):
             say(f"round {round_ + 1} of {rounds}")
+            run.cpu_s()
             result.raw.append(reader.call("raw", raw_port, False))
+            result.raw_cpu.append(run.cpu_s())
             result.raw_sha256.append(reader.call("raw", raw_port, True))
             run.cpu_s()
             result.full.append(run.fetch("full", address)["seconds"])
@@ -196,7 +201,7 @@ def _process(target: Callable[..., None], *arguments: object) -> Iterator[_Proce
     here, there = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=target, args=(there, *arguments), daemon=True)
     before = dict(os.environ)
-    os.environ.update(processes.MALLOC_ENVIRONMENT)
+    os.environ.update(ALLOCATOR_ENVIRONMENT)
     try:
         process.start()
     finally:

@@ -33,14 +33,6 @@ from rollwire.serving.logs import configure_logging
 from rollwire.serving.server import Binding, Readiness, serving
 from rollwire.v1 import learner_pb2, weights_pb2
 
-MALLOC_ENVIRONMENT: Final = {
-    "MALLOC_MMAP_THRESHOLD_": "33554432",
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_TOP_PAD_": "67108864",
-    "MALLOC_ARENA_MAX": "1",
-}
-"""Makes glibc keep freed memory, which halves a receiver's CPU time. Works only if set before the process starts."""
-
 _TIMEOUT_S: Final = 300.0
 _BURST_BYTES: Final = 256 * 1024
 
