@@ -15,7 +15,7 @@ from rollwire.rpc.limits import CHUNK_BYTES
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_delta import UNCHANGED
 from rollwire.rpc.weight_lanes import Lanes, default_threads
-from rollwire.rpc.weight_manifest import TensorLayout
+from rollwire.rpc.weight_manifest import HostTensor, TensorLayout
 from rollwire.rpc.weight_snapshot import Snapshot, SnapshotBuilder
 from rollwire.rpc.weight_steps import Step, Steps, version_key
 from rollwire.rpc.weight_wire import write_chunks, write_commit, write_manifest
@@ -93,7 +93,8 @@ class WeightPublisher:
         self._delta_share = delta_share
         self._threads = default_threads() if threads is None else threads
         self._chunk_bytes = chunk_bytes
-        self._present: Snapshot | None = None
+        self._present: Snapshot | None = None  # None also while it is being replaced
+        self._manifest: weights_pb2.WeightManifest | None = None
         self._next: weights_pb2.WeightVersion | None = None
         self._steps = Steps(kept_bases)
         self._streams: WeakSet[WeightStream] = WeakSet()
@@ -102,9 +103,8 @@ class WeightPublisher:
 
     @property
     def manifest(self) -> weights_pb2.WeightManifest | None:
-        """Manifest of the present version in full; None before the first and while one is being replaced."""
-        present = self._present
-        return present.manifest if present is not None else None
+        """Manifest of the version published last, in full; None before the first one and after one that failed."""
+        return self._manifest
 
     @property
     def delta_bytes(self) -> int:
@@ -168,6 +168,17 @@ class WeightPublisher:
             self._streams.add(stream)
             return stream
 
+    def tensors(self) -> Iterator[tuple[str, HostTensor]]:
+        """Yields a copy of each tensor of the present version; publishing the next one meanwhile changes nothing.
+
+        Raises:
+            RollwireError: As `open` without a version.
+        """
+        with self._lock:
+            present = self._current(None)
+            held = Snapshot(present.manifest, present.layouts, list(present.chunks))
+        return ((spec.name, _copied(held, spec)) for spec in held.manifest.tensors)
+
     def _begin(self, version: weights_pb2.WeightVersion) -> Snapshot | None:
         with self._lock:
             previous, self._present, self._next = self._present, None, version
@@ -180,6 +191,7 @@ class WeightPublisher:
         self._steps.commit(step)
         with self._lock:
             self._present, self._next = snapshot, None
+            self._manifest = snapshot.manifest if snapshot is not None else None
 
     def _current(self, wanted: weights_pb2.WeightVersion | None) -> Snapshot:
         """Returns the present version if it is the one wanted; the lock is held."""
@@ -233,6 +245,11 @@ def _delta_stream(present: Snapshot, step: Step, *, compressed: bool) -> WeightS
             pieces.append(memoryview(change.payload))
         manifest.payload_bytes += spec.payload_bytes
     return WeightStream(manifest, pieces=pieces)
+
+
+def _copied(held: Snapshot, spec: weights_pb2.TensorSpec) -> HostTensor:
+    data = b"".join(held.pieces(spec.payload_offset, spec.payload_bytes))
+    return HostTensor(spec.dtype, tuple(spec.shape), memoryview(data))
 
 
 def _drained(items: deque[_T]) -> Iterator[_T]:

@@ -270,6 +270,7 @@ def test_while_a_version_is_published_readers_are_told_to_come_again() -> None:
             error = _refused(publisher, request)
             assert error.reason == Reason.WEIGHT_SOURCE_UNAVAILABLE and error.retry_after_s == 1.0
         assert _refused(publisher, _request(0)).reason == Reason.UNKNOWN_VERSION
+        assert publisher.manifest is not None and publisher.manifest.version == _version(0)
         yield from _tensors(words)
 
     publisher.publish(_version(1), tensors())
@@ -326,6 +327,22 @@ def test_a_stream_survives_the_next_version_and_is_cut_by_the_one_after() -> Non
         for message in messages:
             assembler.feed(message)
     assert caught.value.reason == Reason.UNKNOWN_VERSION
+
+
+def test_present_tensors_can_be_copied_while_the_next_version_is_published() -> None:
+    publisher = WeightPublisher(threads=0, chunk_bytes=64)
+    with pytest.raises(RollwireError):
+        publisher.tensors()
+    words = _random(0)
+    publisher.publish(_version(0), _tensors(words))
+    copies = publisher.tensors()
+    found = [next(copies)]
+    publisher.publish(_version(1), _tensors(_changed(words, 0.5)))
+    found += copies
+    assert {name: bytes(tensor.data) for name, tensor in found} == {
+        name: part.tobytes() for name, part in words.items()
+    }
+    assert {name: TensorLayout(tensor.dtype, tensor.shape) for name, tensor in found} == LAYOUTS
 
 
 def test_many_readers_share_one_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
