@@ -23,7 +23,7 @@ Opening = Callable[..., pb.OpenSessionRequest]
 
 DEFINITIONS: dict[str, Any] = {
     "Counting": {"type": "troublesome:Counting"},
-    "Troublesome": {"type": "troublesome:Troublesome", "step_timeout_s": 0.5},
+    "Troublesome": {"type": "troublesome:Troublesome", "step_timeout_s": 1.0},
     "Blind": {"type": "troublesome:Blind"},
     "BigLake": {"type": "FrozenLake", "options": {"size": 8, "max_steps": 50}},
 }
