@@ -40,10 +40,12 @@ class EnvironmentClient(ServiceClient):
         return cast(environment_pb2.StepResponse, answer)
 
     async def renew_session(
-        self, session_id: str, *, timeout_s: float | None = None
+        self, session_id: str, lease_s: float | None = None, *, timeout_s: float | None = None
     ) -> environment_pb2.RenewSessionResponse:
-        """Extends the lease by its granted length."""
+        """Extends the lease to `lease_s` seconds from now, 1 to 3600; None keeps the length granted before."""
         request = environment_pb2.RenewSessionRequest(session_id=session_id)
+        if lease_s is not None:
+            request.lease.FromNanoseconds(int(lease_s * 1e9))
         answer = await self._unary("RenewSession", self._stub.RenewSession, request, timeout_s)
         return cast(environment_pb2.RenewSessionResponse, answer)
 

@@ -7,6 +7,7 @@ import sys
 from typing import TextIO
 
 import structlog
+import structlog.tracebacks
 
 
 def configure_logging(service: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
@@ -21,10 +22,12 @@ def configure_logging(service: str, *, level: str = "INFO", stream: TextIO | Non
     threshold = logging.getLevelNamesMapping()[level]
     renderer: list[structlog.typing.Processor]
     if stream.isatty():
-        renderer = [structlog.dev.ConsoleRenderer(colors=True)]
+        plain = structlog.dev.plain_traceback
+        renderer = [structlog.dev.ConsoleRenderer(colors=True, exception_formatter=plain)]
     else:
         renderer = [
-            structlog.processors.dict_tracebacks,
+            # Without local variables: they may hold what a caller sent.
+            structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(ensure_ascii=True),  # escapes control characters of foreign text
         ]
     structlog.configure(

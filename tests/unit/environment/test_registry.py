@@ -107,7 +107,11 @@ def test_nothing_is_imported_for_a_tag() -> None:
         ({"type_name": "games_of_a_user:ZeroTurns"}, "max_turns is 0; allowed: an integer from 1"),
         ({"type_name": "games_of_a_user:BadModes"}, "metrics_agg_mode holds 'median' for 'm'; allowed: mean, sum"),
         ({"type_name": "games_of_a_user:Needs"}, "options.path is None; allowed: a value; the constructor requires it"),
-        ({"lewel": 3}, "environment.definitions.Mine.options.lewel is 3; allowed: only the options level, path; did you mean level?"),
+        (
+            {"lewel": 3},
+            "environment.definitions.Mine.options.lewel is 3; allowed: only the options level, path; "
+            "did you mean level?",
+        ),
         ({"level": "high"}, "environment.definitions.Mine.options.level is 'high'; allowed: a valid integer"),
         ({"level": 9}, "cannot be constructed with options {'level': 9}: OSError: no such level"),
     ],
