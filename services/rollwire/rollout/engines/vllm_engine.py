@@ -1,0 +1,310 @@
+"""The `vllm` engine: continuous batching, paged attention and prefix cache of vLLM 0.23 to 0.32, in own processes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, Final
+
+import grpc
+
+from rollwire.rollout.engine import EngineDescription, GenerationError, GenerationRequest, Piece, Sampling
+from rollwire.rollout.engines.vllm_names import CheckpointNames
+from rollwire.rollout.engines.vllm_process import EngineOutput, one_line, stop_vllm
+from rollwire.rollout.engines.vllm_requests import drawn_logprobs, needs_scoring, sampling_arguments, stop_reason
+from rollwire.rollout.engines.vllm_weights import WeightsNotHeldError, check_reports, wire_entries
+from rollwire.rollout.host_file import HostFile, HostMemoryError
+from rollwire.rpc.digests import weights_digest
+from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.versions import version_text
+from rollwire.rpc.weight_stream import HostTensor, TensorLayout
+from rollwire.serving.logs import get_logger
+from rollwire.v1 import trajectory_pb2, weights_pb2
+
+_log = get_logger(__name__)
+LOAD_TIMEOUT_S: Final = 600.0
+"""Longest time that vLLM's workers may take to load weights."""
+_ABORT_PATIENCE_S: Final = 3.0
+_ABORT_INTERVAL_S: Final = 0.1
+_HEALTH_INTERVAL_S: Final = 1.0
+
+
+class VllmEngine:
+    """An `AsyncLLM` behind the `Engine` protocol; made by `start_vllm_engine`.
+
+    Args:
+        engine: The running `AsyncLLM`.
+        description: The engine's facts.
+        names: The model's weights.
+        output: What vLLM's processes print.
+    """
+
+    def __init__(
+        self, engine: Any, description: EngineDescription, names: CheckpointNames, output: EngineOutput
+    ) -> None:
+        # Not importable where another engine serves.
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        self._engine = engine
+        self._description = description
+        self._names = names
+        self._output = output
+        self._sampling_params = SamplingParams
+        self._final_only, self._delta = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+        self._dead_error = EngineDeadError
+        self._numbers = itertools.count()
+        self._running: set[str] = set()
+        self._none_running = asyncio.Event()
+        self._none_running.set()
+        self._version = weights_pb2.WeightVersion()
+        self._digests: dict[str, bytes] = {}
+        self._unverified: list[str] = []
+        self._fault = "the engine has no weights yet"
+        self._generated_tokens = 0
+
+    @property
+    def description(self) -> EngineDescription:
+        """See `Engine`."""
+        return self._description
+
+    @property
+    def generated_tokens(self) -> int:
+        """See `Engine`."""
+        return self._generated_tokens
+
+    def layouts(self) -> Mapping[str, TensorLayout]:
+        """See `Engine`."""
+        return self._names.layouts
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Piece, None]:
+        """See `Engine`."""
+        if self._fault:
+            raise GenerationError(self._fault)
+        arguments = sampling_arguments(request)
+        scoring = needs_scoring(request.sampling)
+        arguments["output_kind"] = self._delta if request.stream and not scoring else self._final_only
+        version = self._version
+        drawn: list[int] = []
+        async with aclosing(self._outputs(request.token_ids, arguments, version)) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                token_ids = list(completion.token_ids)
+                drawn += token_ids
+                self._generated_tokens += len(token_ids)
+                ended = trajectory_pb2.STOP_REASON_UNSPECIFIED
+                if output.finished:
+                    ended = stop_reason(request, drawn, completion.finish_reason)
+                logprobs = drawn_logprobs(request.sampling, completion)
+                if scoring:
+                    logprobs = await self._raw_logprobs(request, drawn, version)
+                yield Piece(token_ids, logprobs, version, ended)
+
+    def release(self, cache_key: str) -> None:
+        """See `Engine`. vLLM finds prefixes by their tokens and drops those that were unused longest."""
+
+    async def abort_all(self) -> None:
+        """See `Engine`."""
+        # A generation that vLLM has not registered yet is not aborted, so it is asked again. One whose receiver has
+        # stopped reading has ended although its iterator has not; such receivers are not waited for.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_PATIENCE_S):
+                while self._running:
+                    await self._engine.abort(list(self._running))
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_ABORT_INTERVAL_S):
+                            await self._none_running.wait()
+
+    async def load_weights(
+        self,
+        version: weights_pb2.WeightVersion,
+        tensors: Mapping[str, HostTensor],
+        sha256: Mapping[str, bytes] | None = None,
+    ) -> bytes:
+        """See `Engine`. A part of the tensors may be given; the others keep their values.
+
+        Tensors in `shared_memory` are mapped by the engine's processes, others are copied into a file of their own
+        first. The digest is that of the tensors sent; that it is also the digest of what the engine holds is
+        established by the workers, which compare every tensor bit for bit after copying it in.
+
+        Args:
+            version: Version that the weights are from now on.
+            tensors: The tensors.
+            sha256: SHA-256 (32 bytes) of each tensor, if it is known.
+
+        Raises:
+            RollwireError: INTERNAL / `INTERNAL`: there is no memory for the hand-over, or the engine does not hold what
+                it was sent. In the latter case nothing is generated until a load of all tensors succeeds.
+        """
+        layouts = self._names.layouts
+        complete = tensors.keys() >= layouts.keys()
+        if not complete and not self._digests:
+            raise _internal(f"{len(tensors)} of {len(layouts)} tensors were given to an engine that has no weights")
+        file = await _in_shared_memory(lambda: HostFile.around(tensors))
+        hashing = asyncio.to_thread(lambda: dict(sha256) if sha256 is not None else _tensor_digests(file))
+        kept, self._digests = self._digests, {}
+        self._fault = f"loading {version_text(version)} has not ended"
+        try:
+            load = self._call("rl_load", file.path, wire_entries(file.entries), self._names.aliases, complete)
+            reports, digests = await asyncio.gather(load, hashing)
+            unverified = check_reports(file.entries, reports)
+        except (WeightsNotHeldError, RollwireError) as error:
+            cause = error.message if isinstance(error, RollwireError) else str(error)
+            self._fault = f"loading {version_text(version)} failed: {cause}"
+            raise _internal(self._fault) from error
+        await self._engine.reset_prefix_cache()
+        self._digests = kept | digests
+        if complete and unverified != self._unverified:
+            _log.warning("some tensors cannot be read back from vllm", names=unverified[:10], number=len(unverified))
+        self._unverified = unverified if complete else sorted({*self._unverified, *unverified})
+        self._version = weights_pb2.WeightVersion()
+        self._version.CopyFrom(version)
+        self._fault = ""
+        return weights_digest(self._digests.items())
+
+    async def held_digest(self) -> bytes:
+        """Returns `WeightManifest.digest` (32 bytes) of what the engine holds, by reading every tensor back from it.
+
+        Tensors that vLLM's loader transforms cannot be read back; for these, what was sent counts.
+
+        Raises:
+            RollwireError: INTERNAL / `INTERNAL`: there is no memory for it, or the engine has died.
+        """
+        file = await _in_shared_memory(lambda: HostFile.empty(self._names.layouts))
+        await self._call("rl_read_back", file.path, wire_entries(file.entries))
+        digests = await asyncio.to_thread(_tensor_digests, file)
+        return weights_digest((digests | {name: self._digests[name] for name in self._unverified}).items())
+
+    async def prepare(self) -> str:
+        """Sets up the workers, and draws a token with whatever weights there are.
+
+        An architecture that vLLM cannot compute shows only then.
+
+        Returns:
+            The mode of log-probabilities in effect.
+
+        Raises:
+            GenerationError: It cannot generate.
+            RollwireError: INTERNAL / `INTERNAL`: the workers failed.
+        """
+        prepared = await self._call("rl_prepare")
+        greedy = Sampling(0.0, 1.0, 0, 1, frozenset(), trajectory_pb2.LOGPROB_MODE_SAMPLED)
+        arguments = sampling_arguments(GenerationRequest([0], greedy, 0, 2)) | {"output_kind": self._final_only}
+        async with aclosing(self._outputs([0], arguments, self._version)) as outputs:
+            async for _ in outputs:
+                pass
+        return str(prepared[0]["logprobs_mode"])
+
+    async def failed(self) -> str:
+        """Returns, once vLLM's processes have died, why they did."""
+        while True:
+            try:
+                await self._engine.check_health()
+            except self._dead_error:
+                return self._died()
+            await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+    async def close(self) -> None:
+        """See `Engine`."""
+        if self._engine is None:
+            return
+        await self.abort_all()
+        engine, self._engine = self._engine, None
+        self._fault = "the engine was closed"
+        # Else it takes the end of the processes for a failure, and logs one.
+        if engine.output_handler is not None:
+            engine.output_handler.cancel()
+        await asyncio.to_thread(stop_vllm, engine)
+
+    async def _outputs(
+        self, token_ids: Any, arguments: Mapping[str, Any], version: weights_pb2.WeightVersion
+    ) -> AsyncGenerator[Any, None]:
+        """Runs one vLLM request; closing the iterator aborts it."""
+        request_id = str(next(self._numbers))
+        # The salt keeps what one version has computed out of another's prefixes.
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": version_text(version)}
+        self._running.add(request_id)
+        self._none_running.clear()
+        try:
+            parameters = self._sampling_params(**arguments)
+            outputs = self._engine.generate(prompt=prompt, sampling_params=parameters, request_id=request_id)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if output.finished:
+                        self._ended(request_id)
+                    yield output
+        except self._dead_error as error:
+            raise GenerationError(self._died()) from error
+        except Exception as error:
+            # vLLM has a tree of errors of its own, and wraps what went wrong in this process in one without text.
+            raise GenerationError(f"vllm refused the request: {one_line(error.__cause__ or error)}") from error
+        finally:
+            self._ended(request_id)
+
+    def _ended(self, request_id: str) -> None:
+        self._running.discard(request_id)
+        if not self._running:
+            self._none_running.set()
+
+    async def _raw_logprobs(
+        self, request: GenerationRequest, drawn: list[int], version: weights_pb2.WeightVersion
+    ) -> list[float]:
+        """Scores drawn tokens under the raw distribution, in one pass over the whole sequence."""
+        tokens = [*request.token_ids, *drawn]
+        if not drawn:
+            return []
+        if len(tokens) >= self._description.max_sequence_tokens:
+            raise GenerationError(
+                f"the vllm engine has raw log-probabilities only of sequences shorter than "
+                f"{self._description.max_sequence_tokens} tokens; ask for LOGPROB_MODE_SAMPLED"
+            )
+        arguments = {
+            "temperature": 0.0,
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "flat_logprobs": True,
+            "detokenize": False,
+        }
+        arguments |= {"output_kind": self._final_only, "ignore_eos": True}
+        async with aclosing(self._outputs(tokens, arguments, version)) as outputs:
+            async for output in outputs:
+                if output.prompt_logprobs is None or output.outputs[0].finish_reason == "abort":
+                    break
+                return [float(value) for value in output.prompt_logprobs.logprobs[-len(drawn) :]]
+        raise GenerationError("the scoring of raw log-probabilities was aborted")
+
+    async def _call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of `RolloutWorker` on every rank, between engine steps."""
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                results: list[Any] = await self._engine.collective_rpc(method, args=arguments)
+        except self._dead_error as error:
+            raise _internal(self._died()) from error
+        except TimeoutError as error:
+            raise _internal(f"vllm's workers did not finish {method} within {LOAD_TIMEOUT_S:.0f} s") from error
+        except Exception as error:  # what a worker raises arrives as text in one of several types
+            raise _internal(f"vllm's workers failed in {method}: {one_line(error)}") from error
+        return results
+
+    def _died(self) -> str:
+        cause = self._output.failure()
+        self._fault = f"vllm's engine process has died{f' ({cause})' if cause else ''}; restart the rollout server"
+        return self._fault
+
+
+async def _in_shared_memory(make: Callable[[], HostFile]) -> HostFile:
+    try:
+        return await asyncio.to_thread(make)
+    except HostMemoryError as error:
+        raise _internal(str(error)) from error
+
+
+def _tensor_digests(tensors: Mapping[str, HostTensor]) -> dict[str, bytes]:
+    return {name: hashlib.sha256(tensor.data).digest() for name, tensor in tensors.items()}
+
+
+def _internal(message: str) -> RollwireError:
+    return RollwireError(grpc.StatusCode.INTERNAL, Reason.INTERNAL, message)

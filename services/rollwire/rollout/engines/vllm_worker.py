@@ -1,0 +1,168 @@
+"""What runs inside vLLM's worker processes: loading weights from a mapped file, and reading them back.
+
+vLLM mixes `RolloutWorker` into its worker class (`worker_extension_cls`) before the model is made; every method is
+called through `collective_rpc`, between engine steps, on every rank. Names begin with `rl_` because vLLM refuses to
+overwrite what a worker has. Written for vLLM 0.23 to 0.32.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import sys
+import threading
+from typing import Any, Final
+
+import torch
+from vllm.model_executor.layers import utils as linear_layers
+from vllm.platforms import current_platform
+
+from rollwire.rollout.engines.expert_names import split_experts
+from rollwire.rollout.engines.vllm_settings import LOGPROBS_MODE, OWNER_VARIABLE
+from rollwire.rollout.engines.weight_copies import CopyWatch, MappedWeights
+from rollwire.rollout.host_file import FileEntry
+
+_PACKED: Final = (
+    "{} packed on the CPU in a way that cannot be updated; use rollout.engine=transformers for this architecture"
+)
+pack_linear = linear_layers.dispatch_cpu_unquantized_gemm
+
+
+class RolloutWorker:
+    """Methods that vLLM's worker gains; `self` is the worker."""
+
+    model_runner: Any
+
+    def rl_prepare(self) -> dict[str, Any]:
+        """Sets what vLLM's arguments cannot, once after the start.
+
+        Returns:
+            `logprobs_mode` in effect.
+
+        Raises:
+            ValueError: The model's weights cannot be updated on this device.
+        """
+        if current_platform.is_cpu() and reloads(self.model_runner.model):
+            raise ValueError(_PACKED.format("the weights of experts are"))
+        # vllm-ascend makes its sampler without arguments and so ignores the engine's `logprobs_mode`.
+        sampler = self.model_runner.sampler
+        sampler.logprobs_mode = LOGPROBS_MODE
+        filters = getattr(sampler, "topk_topp_sampler", None)  # vLLM's second model runner has none
+        if filters is not None:
+            filters.logprobs_mode = LOGPROBS_MODE
+            if current_platform.is_cpu() and not hasattr(torch.ops._C, "fused_gumbel_argmax"):
+                # The CPU path draws noise for all rows and then again for the seeded ones, which all of ours are;
+                # before 0.29 it even ignored the seeds of a batch in which one row had none, as greedy rows do.
+                filters.forward = filters.forward_native
+        return {"logprobs_mode": sampler.logprobs_mode}
+
+    def rl_load(self, path: str, entries: list[list[Any]], aliases: dict[str, str], complete: bool) -> dict[str, Any]:
+        """Overwrites the model's weights with those of a file, and compares what is held then bit for bit.
+
+        Args:
+            path: `HostFile.path`.
+            entries: The file's entries as lists.
+            aliases: Additional checkpoint names of tied tensors: alias to name in the file.
+            complete: True if the file has every tensor of the model, so that none may keep an old value.
+
+        Returns:
+            `held`: number of elements of each tensor, by name, that this rank holds and has compared.
+            `differing`: names of tensors that are not bit for bit what was sent. `transformed`: names of tensors that
+            the model's loader computed with, so that they cannot be compared. `stale`: parameters that nothing wrote.
+        """
+        source = MappedWeights(path, [FileEntry(*entry) for entry in entries])
+        model = self.model_runner.model
+        watch = CopyWatch(source)
+        named = [(name, source.tensors[name]) for name in source.tensors]
+        # A tied tensor that this version of vLLM made twice must be sent twice; loaders refuse names they do not have.
+        made = {name for name, _ in model.named_parameters()}
+        named += [
+            (alias, source.tensors[name]) for alias, name in aliases.items() if alias in made and name in source.tensors
+        ]
+        with watch, torch.no_grad():
+            if reloads(model):
+                self.model_runner.reload_weights(weights_iterator=split_experts(named))
+            else:
+                model.load_weights(iter(named))
+        if reloads(model):
+            pack(model)
+            # The layers were rebuilt and processed after the copies: what these wrote to is gone.
+            return {"held": {}, "differing": [], "transformed": list(source.tensors), "stale": []}
+        report = {
+            "held": {name: watch.held(name) for name in source.tensors},
+            "differing": watch.differing(),
+            "transformed": sorted(watch.transformed),
+            "stale": watch.unwritten(model.named_parameters()) if complete else [],
+        }
+        watch.release_source()
+        pack(model)
+        previous: CopyWatch | None = getattr(self, "rl_watch", None)
+        if previous is not None and not complete:
+            watch.parts = previous.parts | watch.parts
+        self.rl_watch = watch
+        return report
+
+    def rl_read_back(self, path: str, entries: list[list[Any]]) -> None:
+        """Writes what this rank holds into a file, in the checkpoint's layout."""
+        watch: CopyWatch | None = getattr(self, "rl_watch", None)
+        if watch is not None:
+            watch.read_back(MappedWeights(path, [FileEntry(*entry) for entry in entries], writable=True))
+
+
+def reloads(model: torch.nn.Module) -> bool:
+    """Tells whether a model is loaded anew layer by layer, because its layers process their weights after loading.
+
+    Those of experts are permuted, so that a checkpoint tensor cannot be copied into them in place.
+    """
+    return any(hasattr(module, "w13_weight") for module in model.modules())
+
+
+def pack(model: torch.nn.Module) -> None:
+    """Renews the packed copies of all weights; nothing to do on devices that have none."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            pack_linear(module, remove_weight=False)
+
+
+def _pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """Packs a weight for the CPU's kernels and keeps the original, which later loads write to.
+
+    vLLM removes the original, and an update in place then fails or, for a head tied to the embedding, changes the
+    embedding but not the packed head.
+    """
+    weight: Any = layer.weight
+    if weight.ndim != 2 and not weight.is_meta:
+        raise ValueError(_PACKED.format(f"a weight of shape {list(weight.shape)} is"))
+    pack_linear(layer, remove_weight=False)
+
+
+def _end_with(owner_pid: int) -> None:
+    """Ends this process as soon as the owner has ended, however it did."""
+    try:
+        owner = os.pidfd_open(owner_pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(owner, select.POLLIN)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="rollwire-owner-watch", daemon=True).start()
+
+
+def _leave() -> None:
+    """Ends the process when vLLM has shut down: taking the interpreter apart takes seconds and frees nothing more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if OWNER_VARIABLE in os.environ:
+    # Imported by vLLM in a worker process, before the model is made.
+    _end_with(int(os.environ[OWNER_VARIABLE]))
+    atexit.register(_leave)
+    if current_platform.is_cpu():
+        linear_layers.dispatch_cpu_unquantized_gemm = _pack_and_keep
