@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from safetensors import safe_open
+from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rollwire.rpc.digests import weights_digest
@@ -87,8 +87,8 @@ def test_weights_served_are_the_weights_trained(launched: Run) -> None:
     served = launched.query("SELECT step, digest FROM versions ORDER BY step")
     assert [step for step, _ in served] == list(range(STEPS + 1))
     assert len({digest for _, digest in served}) == STEPS + 1, "training changed nothing"
-    with safe_open(launched.path / "export" / "final" / "model.safetensors", "np") as exported:
-        tensors = [(name, hashlib.sha256(exported.get_tensor(name).tobytes()).digest()) for name in exported]
+    exported = load_file(launched.path / "export" / "final" / "model.safetensors")
+    tensors = [(name, hashlib.sha256(tensor.tobytes()).digest()) for name, tensor in exported.items()]
     assert served[-1][1] == weights_digest(tensors)
 
 
