@@ -13,6 +13,7 @@ from rollwire.rpc.channel import open_channel
 from rollwire.rpc.digests import samples_digest
 from rollwire.rpc.errors import from_rpc_error
 from rollwire.rpc.limits import CHUNK_BYTES
+from rollwire.rpc.weight_wire import fetch_weights_method
 from rollwire.v1 import learner_pb2, learner_pb2_grpc
 
 _SAMPLE_OVERHEAD_BYTES: Final = 64
@@ -26,6 +27,7 @@ class LearnerClient(ServiceClient):
     def __init__(self, target: str) -> None:
         super().__init__(target, open_channel(target))
         self._stub = learner_pb2_grpc.LearnerServiceStub(self._channel)
+        self._fetch_weights = fetch_weights_method(self._channel)
 
     async def get_info(self, *, timeout_s: float | None = None) -> learner_pb2.LearnerServiceGetInfoResponse:
         """Returns model and version."""
@@ -58,9 +60,9 @@ class LearnerClient(ServiceClient):
 
     def fetch_weights(
         self, request: learner_pb2.FetchWeightsRequest, *, timeout_s: float | None = None
-    ) -> AsyncIterator[learner_pb2.FetchWeightsResponse]:
-        """Streams a version: manifest, chunks, commit."""
-        return self._stream("FetchWeights", self._stub.FetchWeights, request, timeout_s)
+    ) -> AsyncIterator[bytes]:
+        """Streams a version as serialised `FetchWeightsResponse` messages, for `rpc.weight_stream.receive_weights`."""
+        return self._stream("FetchWeights", self._fetch_weights, request, timeout_s)
 
     async def export(
         self, request: learner_pb2.ExportRequest, *, timeout_s: float | None = None

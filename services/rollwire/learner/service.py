@@ -19,7 +19,6 @@ import grpc.aio
 
 from rollwire.learner.export import Exporter
 from rollwire.learner.losses import POLICY_LOSSES
-from rollwire.learner.publish import PublishedVersions
 from rollwire.learner.requests import SequenceLimits, check_version, parse_sequences, parse_temperature
 from rollwire.learner.trainer import Trainer, load_trainer
 from rollwire.learner.training import Training
@@ -27,6 +26,7 @@ from rollwire.rpc.errors import Reason, RollwireError, invalid_field
 from rollwire.rpc.ids import is_name, new_id
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
 from rollwire.rpc.versions import build_version
+from rollwire.rpc.weight_wire import add_fetch_weights_to_server
 from rollwire.serving.accelerator import prepare
 from rollwire.serving.config.models import RunConfig
 from rollwire.serving.fencing import Fencing
@@ -65,7 +65,7 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer to the server."""
-        learner_pb2_grpc.add_LearnerServiceServicer_to_server(self, server)
+        add_fetch_weights_to_server(self.FetchWeights, server, self)
 
     async def start(self, readiness: Readiness) -> None:
         """Loads the model and publishes version 0 of a new lineage.
@@ -88,11 +88,11 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         """Describes the model and the present version."""
         loaded = self._ready()
         policy = loaded.trainer.policy
-        latest = loaded.training.published.latest
+        present = loaded.training.manifest
         return learner_pb2.LearnerServiceGetInfoResponse(
             build_version=build_version(),
-            version=latest.version,
-            digest=latest.manifest.digest,
+            version=present.version,
+            digest=present.digest,
             model_architecture=type(policy.model).__name__,
             parameters=policy.parameters,
             vocabulary_size=loaded.limits.vocabulary_size,
@@ -118,20 +118,22 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         async for request in request_iterator:
             yield await self._in_torch_thread(self._score, loaded, request)
 
-    async def FetchWeights(
+    async def FetchWeights(  # type: ignore[override]
         self, request: learner_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[learner_pb2.FetchWeightsResponse]:
-        """Streams a version from its snapshot; checksums are computed off the event loop."""
-        published = self._ready().training.published
+    ) -> AsyncIterator[bytes]:
+        """Streams a version as serialised messages, in full or as changes against what the reader has."""
+        publisher = self._ready().trainer.publisher
         if request.HasField("version"):
             check_version("version", request.version)
+        if request.HasField("have"):
+            check_version("have", request.have)
         accepted = request.accepted_encodings
         if accepted and weights_pb2.TENSOR_ENCODING_FULL not in accepted:
             raise invalid_field(
                 "accepted_encodings", list(accepted), "a list that holds TENSOR_ENCODING_FULL, or empty"
             )
-        messages = published.get(request.version).messages()
-        while (message := await asyncio.to_thread(next, messages, None)) is not None:
+        stream = await asyncio.to_thread(publisher.open, request)  # it may have to compose changes
+        for message in stream:
             yield message
 
     async def Export(
@@ -142,8 +144,7 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         if not is_name(request.name):
             raise invalid_field("name", request.name, "[a-z0-9][a-z0-9_.-]{0,62} without '..'")
         self._fencing.admit(request.fence)
-        latest = loaded.training.published.latest
-        return await self._in_torch_thread(loaded.exporter.export, latest, request.name)
+        return await self._in_torch_thread(loaded.exporter.export, loaded.trainer.publisher, request.name)
 
     def _ready(self) -> _Loaded:
         if self._loaded is None:
@@ -169,15 +170,14 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         )
         trainer = load_trainer(config, accelerator)
         tokenizer = load_tokenizer(config.model) if config.model.chat_template else find_tokenizer(config.model)
-        published = PublishedVersions(config.learner.versions_kept)
-        published.add(trainer.publish(weights_pb2.WeightVersion(lineage=new_id("lineage"), step=0)))
+        first = trainer.publish(weights_pb2.WeightVersion(lineage=new_id("lineage"), step=0))
         longest = min(
             config.rollout.max_episode_tokens, trainer.policy.position_limit or config.rollout.max_episode_tokens
         )
         limits = SequenceLimits(trainer.policy.vocabulary_size, longest)
         return _Loaded(
             trainer=trainer,
-            training=Training(trainer, published, limits, self._fencing, self._torch_thread),
+            training=Training(trainer, first, limits, self._fencing, self._torch_thread),
             exporter=Exporter(
                 Path(config.run.output_dir) / "export",
                 trainer.policy.model,

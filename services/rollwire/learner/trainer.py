@@ -12,10 +12,11 @@ from rollwire.learner.batching import Budget
 from rollwire.learner.metrics import finite
 from rollwire.learner.model import Policy, load_policy
 from rollwire.learner.optimizer import PolicyOptimizer
-from rollwire.learner.publish import Snapshot, take_snapshot
+from rollwire.learner.publish import published
 from rollwire.learner.samples import Sample, ScoredSequence
 from rollwire.learner.scoring import PerToken, score
 from rollwire.learner.step import StepSettings, train_step
+from rollwire.rpc.weight_publisher import WeightPublisher
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.config.models import RunConfig
 from rollwire.serving.model_tensors import SERVING_TYPES, layouts
@@ -35,12 +36,12 @@ class TrainedStep:
     """The result of a training step.
 
     Attributes:
-        snapshot: The new weights, published form.
+        manifest: Describes the new weights.
         metrics: Finite values by name.
         duration_s: Wall time of training and publishing.
     """
 
-    snapshot: Snapshot
+    manifest: weights_pb2.WeightManifest
     metrics: dict[str, float]
     duration_s: float
 
@@ -51,13 +52,15 @@ class Trainer:
     Attributes:
         policy: The model.
         version: The version that the weights are.
-        changed: True from the first applied optimizer step of a training step until that step has completed: after an
-            error in between the weights are those of no version.
+        publisher: Holds that version for readers; may be read from any thread.
+        changed: True from the first applied optimizer step of a training step until that step has completed, and when
+            nothing is published any more: after an error in between the weights are those of no version.
     """
 
     def __init__(self, policy: Policy, config: RunConfig, *, fused: bool) -> None:
         self.policy = policy
         self.version = weights_pb2.WeightVersion()
+        self.publisher = WeightPublisher()
         self.changed = False
         self._stop = threading.Event()
         self._dtype = SERVING_TYPES[config.model.dtype]
@@ -79,11 +82,11 @@ class Trainer:
         """Makes work in progress end before its next forward pass; may be called from any thread."""
         self._stop.set()
 
-    def publish(self, version: weights_pb2.WeightVersion) -> Snapshot:
-        """Names the present weights `version` and copies them."""
-        snapshot = take_snapshot(self.policy.model, version, self._dtype)
+    def publish(self, version: weights_pb2.WeightVersion) -> weights_pb2.WeightManifest:
+        """Names the present weights `version` and copies them; readers get them from now on."""
+        manifest = self.publisher.publish(version, published(self.policy.model, self._dtype))
         self.version = version
-        return snapshot
+        return manifest
 
     def train(
         self, samples: Sequence[Sample], settings: StepSettings, version: weights_pb2.WeightVersion
@@ -98,10 +101,10 @@ class Trainer:
         try:
             metrics = train_step(self.policy, self._optimizer, samples, settings, self._budget)
             trained = time.perf_counter()
-            snapshot = self.publish(version)
+            manifest = self.publish(version)
         except BaseException:
             self._optimizer.discard_gradients()
-            self.changed = self._optimizer.applied > applied_before
+            self.changed = self._optimizer.applied > applied_before or self.publisher.manifest is None
             raise
         ended = time.perf_counter()
         tokens = sum(len(sample.token_ids) for sample in samples)
@@ -111,7 +114,7 @@ class Trainer:
             "actor_train/tokens": float(tokens),
             "actor_train/tokens_per_second": tokens / (trained - started),
         }
-        return TrainedStep(snapshot, finite(metrics), ended - started)
+        return TrainedStep(manifest, finite(metrics), ended - started)
 
     def score(self, sequences: Sequence[ScoredSequence], temperature: float) -> list[tuple[PerToken, PerToken]]:
         """Returns log-probabilities and entropies of each sequence under the present weights, see `scoring.score`."""

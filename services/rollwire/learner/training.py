@@ -8,7 +8,6 @@ from concurrent.futures import Executor
 
 import grpc
 
-from rollwire.learner.publish import PublishedVersions
 from rollwire.learner.requests import SequenceLimits, parse_header, parse_samples
 from rollwire.learner.step import StepSettings
 from rollwire.learner.trainer import InterruptedWorkError, Trainer
@@ -29,19 +28,19 @@ class Training:
 
     Attributes:
         calls: Which step may run; knows the present version.
-        published: The newest versions.
+        manifest: Describes the present version.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        first: PublishedVersions,
+        first: weights_pb2.WeightManifest,
         limits: SequenceLimits,
         fencing: Fencing,
         torch_thread: Executor,
     ) -> None:
-        self.published = first
-        self.calls = TrainingCalls(first.latest.version)
+        self.manifest = first
+        self.calls = TrainingCalls(first.version)
         self._trainer = trainer
         self._limits = limits
         self._fencing = fencing
@@ -110,8 +109,8 @@ class Training:
                 await self._start_lineage()
             self.calls.release(claim)
             raise
-        self.published.add(done.snapshot)
-        answer = learner_pb2.TrainResponse(version=version, metrics=done.metrics, digest=done.snapshot.manifest.digest)
+        self.manifest = done.manifest
+        answer = learner_pb2.TrainResponse(version=version, metrics=done.metrics, digest=done.manifest.digest)
         answer.duration.FromNanoseconds(int(done.duration_s * 1e9))
         self.calls.commit(claim, digest, answer)
         _log.info(
@@ -127,7 +126,7 @@ class Training:
         """Publishes weights that a failed step left between two versions as the first of another lineage."""
         version = weights_pb2.WeightVersion(lineage=new_id("lineage"), step=0)
         loop = asyncio.get_running_loop()
-        self.published.add(await loop.run_in_executor(self._torch_thread, self._trainer.publish, version))
+        self.manifest = await loop.run_in_executor(self._torch_thread, self._trainer.publish, version)
         self._trainer.changed = False
         self.calls.restart(version)
         _log.error("a step failed half way; the learner began another lineage", version=version_text(version))

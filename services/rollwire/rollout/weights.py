@@ -18,6 +18,8 @@ from rollwire.rollout.policy import Policy
 from rollwire.rollout.weight_states import Begin, Phase, Served
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.versions import version_text
+from rollwire.rpc.weight_buffers import HostBuffers
+from rollwire.rpc.weight_delta import supported_encodings
 from rollwire.rpc.weight_stream import HeldWeights, WeightAssembler, receive_weights
 from rollwire.serving.logs import get_logger
 from rollwire.v1 import learner_pb2, weights_pb2
@@ -25,6 +27,8 @@ from rollwire.v1 import learner_pb2, weights_pb2
 _log = get_logger(__name__)
 DRAIN_S: Final = 10.0
 """Time that running generations get to finish; then they are aborted, and episodes draw those turns again."""
+_PUBLISHING_POLL_S: Final = 0.2
+"""Pause before a source that is publishing is asked again."""
 # Errors of the source that a reader of this server's errors can act on; others mean that it cannot be used.
 _PASSED_ON: Final = (Reason.UNKNOWN_VERSION, Reason.WEIGHTS_CORRUPT, Reason.WEIGHTS_MISMATCH)
 
@@ -49,13 +53,20 @@ class Update:
 class WeightUpdater:
     """Carries out updates of one policy, one at a time.
 
+    The active version stays in host memory, so that the next one can arrive as changes to it; while an update is in
+    progress a second buffer holds the new one. Both are used again from update to update. The first two updates touch
+    them for the first time and take longer.
+
     Args:
         policy: Whose weights.
         drain_s: Time that running generations get to finish.
+        buffers: Where the memory comes from; by default private memory.
     """
 
-    def __init__(self, policy: Policy, *, drain_s: float = DRAIN_S) -> None:
+    def __init__(self, policy: Policy, *, drain_s: float = DRAIN_S, buffers: HostBuffers | None = None) -> None:
         self._policy = policy
+        self._buffers = buffers if buffers is not None else HostBuffers()
+        self._held: HeldWeights | None = None
         self._drain_s = drain_s
         self._task: asyncio.Task[Update] | None = None
 
@@ -97,14 +108,13 @@ class WeightUpdater:
             held, received_bytes = await self._fetch(version, target, timeout_s)
             fetched_s = time.monotonic()
             states.verified()
-            served, pause_s = await self._swap(held)
+            served, pause_s = await self._swap_or_release(held)
         except BaseException as error:
             if states.phase is not Phase.IDLE:
                 states.failed()
             serving = version_text(states.active.version) if states.active is not None else "nothing"
             _log.warning("weight update failed", version=version_text(version), still_serving=serving, error=str(error))
             raise
-        held.release()
         update = Update(served, received_bytes, fetched_s - start_s, pause_s)
         _log.info(
             "weights active",
@@ -119,26 +129,48 @@ class WeightUpdater:
     async def _fetch(
         self, version: weights_pb2.WeightVersion, target: str, timeout_s: float
     ) -> tuple[HeldWeights, int]:
-        """Receives and verifies the stream; returns the weights and how many bytes arrived."""
-        assembler = WeightAssembler(self._policy.engine.layouts(), version)
-        request = learner_pb2.FetchWeightsRequest(
-            version=version, accepted_encodings=[weights_pb2.TENSOR_ENCODING_FULL]
-        )
+        """Receives and verifies the version; returns the weights and how many bytes arrived.
+
+        Asks for changes to what is held. When those do not fit, the whole version is fetched, once; while the source
+        is publishing, it is asked again until the time is over.
+        """
+        end_s = time.monotonic() + timeout_s
+        base, received_bytes = self._held, 0
+        async with LearnerClient(target) as source:
+            while True:
+                assembler = WeightAssembler(self._policy.engine.layouts(), version, base=base, buffers=self._buffers)
+                request = learner_pb2.FetchWeightsRequest(
+                    version=version,
+                    have=base.version if base is not None else None,
+                    accepted_encodings=supported_encodings(),
+                )
+                left_s = max(end_s - time.monotonic(), 0.0)
+                try:
+                    held = await receive_weights(source.fetch_weights(request, timeout_s=left_s), assembler)
+                    return held, received_bytes + assembler.received_bytes
+                except RollwireError as error:
+                    received_bytes += assembler.received_bytes
+                    if error.reason == Reason.WEIGHTS_CORRUPT and base is not None:
+                        _log.warning("changed weights did not fit; fetching all", error=error.message)
+                        base = None
+                    elif error.reason == Reason.WEIGHT_SOURCE_UNAVAILABLE and left_s > _PUBLISHING_POLL_S:
+                        await asyncio.sleep(_PUBLISHING_POLL_S)
+                    elif error.reason in _PASSED_ON:
+                        raise
+                    else:
+                        raise _unusable(version, target, received_bytes, error) from error
+
+    async def _swap_or_release(self, held: HeldWeights) -> tuple[Served, float]:
+        """Swaps, and holds what then serves instead of what served before; on any failure that stays held."""
         try:
-            async with LearnerClient(target) as learner:
-                held = await receive_weights(learner.fetch_weights(request, timeout_s=timeout_s), assembler)
-        except RollwireError as error:
-            if error.reason in _PASSED_ON:
-                raise
-            raise RollwireError(
-                grpc.StatusCode.UNAVAILABLE,
-                Reason.WEIGHT_SOURCE_UNAVAILABLE,
-                f"fetching {version_text(version)} from {target} failed after {assembler.received_bytes} bytes: "
-                f"{error.message}",
-                metadata={"target": target},
-                retry_after_s=1.0,
-            ) from error
-        return held, assembler.received_bytes
+            swapped = await self._swap(held)
+        except BaseException:
+            held.release()
+            raise
+        before, self._held = self._held, held
+        if before is not None:
+            before.release()
+        return swapped
 
     async def _swap(self, held: HeldWeights) -> tuple[Served, float]:
         """Replaces the engine's weights while nothing generates; returns what serves and how long the gate was shut."""
@@ -154,3 +186,15 @@ class WeightUpdater:
         finally:
             policy.open_gate()
         return served, time.monotonic() - closed_s
+
+
+def _unusable(
+    version: weights_pb2.WeightVersion, target: str, received_bytes: int, error: RollwireError
+) -> RollwireError:
+    return RollwireError(
+        grpc.StatusCode.UNAVAILABLE,
+        Reason.WEIGHT_SOURCE_UNAVAILABLE,
+        f"fetching {version_text(version)} from {target} failed after {received_bytes} bytes: {error.message}",
+        metadata={"target": target},
+        retry_after_s=1.0,
+    )

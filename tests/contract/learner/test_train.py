@@ -192,7 +192,7 @@ async def test_readers_and_health_are_served_while_a_step_runs(
         assert await client.is_ready()
         assert (await client.get_info()).version.step == 0
         parts = [part async for part in client.fetch_weights(learner_pb2.FetchWeightsRequest())]
-        assert parts[-1].HasField("commit")
+        assert learner_pb2.FetchWeightsResponse.FromString(parts[-1]).HasField("commit")
         busy = await refused(
             client.train(await header(client), batch()), Reason.STEP_IN_PROGRESS, grpc.StatusCode.ABORTED
         )

@@ -14,7 +14,9 @@ import transformers
 
 from rollwire.policies import resolve
 from rollwire.rpc.errors import Reason, RollwireError
-from rollwire.rpc.weight_stream import WeightAssembler
+from rollwire.rpc.weight_buffers import HostBuffers
+from rollwire.rpc.weight_delta import supported_encodings
+from rollwire.rpc.weight_stream import WeightAssembler, receive_weights
 from rollwire.serving.model_tensors import SERVING_TYPES, copy_all_in, held_digest, layouts
 from rollwire.v1 import learner_pb2, weights_pb2
 
@@ -52,22 +54,50 @@ async def test_a_reader_holds_the_digest_that_the_learner_reported(
     assert held_digest(model, SERVING_TYPES[dtype]) == assembler.digest == answer.digest != info.digest
 
 
-async def test_old_versions_are_held_as_configured_and_then_unknown(connect: Any, batch: Callable[..., Any]) -> None:
-    async with connect(learner={"versions_kept": 2}) as client:
-        digests = [(await client.get_info()).digest]
-        digests += [(await train(client, batch(seed))).digest for seed in range(2)]
-        lineage = (await client.get_info()).version.lineage
-
-        for step in (1, 2):
-            version = weights_pb2.WeightVersion(lineage=lineage, step=step)
-            request = learner_pb2.FetchWeightsRequest(version=version)
-            parts = [part async for part in client.fetch_weights(request)]
-            assert parts[0].manifest.digest == parts[-1].commit.digest == digests[step]
-        request = learner_pb2.FetchWeightsRequest(version={"lineage": lineage, "step": 0})
+async def test_only_the_present_version_is_held(connect: Any, batch: Callable[..., Any]) -> None:
+    async with connect() as client:
+        first = await client.get_info()
+        answer = await train(client, batch())
         with pytest.raises(RollwireError) as caught:
-            [part async for part in client.fetch_weights(request)]
+            [part async for part in client.fetch_weights(learner_pb2.FetchWeightsRequest(version=first.version))]
+        parts = [part async for part in client.fetch_weights(learner_pb2.FetchWeightsRequest())]
 
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.NOT_FOUND, Reason.UNKNOWN_VERSION)
+    manifest = learner_pb2.FetchWeightsResponse.FromString(parts[0]).manifest
+    commit = learner_pb2.FetchWeightsResponse.FromString(parts[-1]).commit
+    assert manifest.version == answer.version
+    assert manifest.digest == commit.digest == answer.digest != first.digest
+
+
+async def test_readers_follow_by_changes_and_hold_every_version_exactly(
+    connect: Any, batch: Callable[..., Any], model_directory: Callable[..., Path]
+) -> None:
+    """With a small learning rate few bfloat16 values move in a step; a reader that skips a step catches up as well."""
+    directory = model_directory()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    learner = {"optimizer": {"learning_rate": 1e-6}}
+    async with connect(model={"path": str(directory), "dtype": "bfloat16"}, learner=learner) as client:
+        buffers, held, shares = HostBuffers(), None, []
+        for step in range(5):
+            answer = await train(client, batch(step))
+            if step == 2:
+                continue
+            request = learner_pb2.FetchWeightsRequest(
+                version=answer.version,
+                have=held.version if held is not None else None,
+                accepted_encodings=supported_encodings(),
+            )
+            assembler = WeightAssembler(layouts(model, torch.bfloat16), answer.version, base=held, buffers=buffers)
+            after = await receive_weights(client.fetch_weights(request), assembler)
+            if held is not None:
+                held.release()
+            held = after
+            copy_all_in(model, held.tensors)
+            assert held_digest(model, torch.bfloat16) == held.digest == answer.digest
+            shares.append(assembler.received_bytes / sum(tensor.data.nbytes for tensor in held.tensors.values()))
+
+    assert shares[0] == 1.0
+    assert len(shares) == 4 and 0 < max(shares[1:]) < 0.1
 
 
 async def test_a_reader_that_accepts_no_full_encoding_is_refused(connect: Any) -> None:

@@ -153,9 +153,6 @@ class LearnerSection(Section):
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and its schedule."""
 
-    versions_kept: Annotated[int, Field(ge=1, le=16)] = 2
-    """Published versions held in host memory for readers."""
-
     torch_threads: NotNegative = 1
     """Threads of one learner rank on CPU; 0 lets torch decide."""
 
