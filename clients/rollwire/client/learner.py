@@ -13,21 +13,19 @@ from rollwire.rpc.channel import open_channel
 from rollwire.rpc.digests import samples_digest
 from rollwire.rpc.errors import from_rpc_error
 from rollwire.rpc.limits import CHUNK_BYTES
-from rollwire.rpc.weight_wire import fetch_weights_method
 from rollwire.v1 import learner_pb2, learner_pb2_grpc
 
 _SAMPLE_OVERHEAD_BYTES: Final = 64
 
 
 class LearnerClient(ServiceClient):
-    """Trains and reads weights. All methods raise `RollwireError`."""
+    """Trains. All methods raise `RollwireError`."""
 
     service_name = "rollwire.v1.LearnerService"
 
     def __init__(self, target: str) -> None:
         super().__init__(target, open_channel(target))
         self._stub = learner_pb2_grpc.LearnerServiceStub(self._channel)
-        self._fetch_weights = fetch_weights_method(self._channel)
 
     async def get_info(self, *, timeout_s: float | None = None) -> learner_pb2.LearnerServiceGetInfoResponse:
         """Returns model and version."""
@@ -57,12 +55,6 @@ class LearnerClient(ServiceClient):
         """Scores samples under the present weights."""
         requests = (learner_pb2.ScoreRequest(samples=part, temperature=temperature) for part in _parts(samples))
         return self._stream("Score", self._stub.Score, requests, timeout_s)
-
-    def fetch_weights(
-        self, request: learner_pb2.FetchWeightsRequest, *, timeout_s: float | None = None
-    ) -> AsyncIterator[bytes]:
-        """Streams a version as serialised `FetchWeightsResponse` messages, for `rpc.weight_stream.receive_weights`."""
-        return self._stream("FetchWeights", self._fetch_weights, request, timeout_s)
 
     async def export(
         self, request: learner_pb2.ExportRequest, *, timeout_s: float | None = None

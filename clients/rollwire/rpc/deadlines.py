@@ -7,6 +7,7 @@ from typing import Final
 _E: Final = "/rollwire.v1.EnvironmentService/"
 _R: Final = "/rollwire.v1.RolloutService/"
 _L: Final = "/rollwire.v1.LearnerService/"
+_W: Final = "/rollwire.v1.WeightsService/"
 _C: Final = "/rollwire.v1.CoordinatorService/"
 
 DEADLINES_S: Final[dict[str, float]] = {
@@ -23,8 +24,8 @@ DEADLINES_S: Final[dict[str, float]] = {
     f"{_L}GetInfo": 10.0,
     f"{_L}Train": 3600.0,
     f"{_L}Score": 3600.0,
-    f"{_L}FetchWeights": 600.0,
     f"{_L}Export": 600.0,
+    f"{_W}FetchWeights": 600.0,
     f"{_C}GetStatus": 10.0,
     f"{_C}Stop": 10.0,
 }

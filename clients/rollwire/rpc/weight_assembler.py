@@ -30,7 +30,7 @@ from rollwire.rpc.weight_manifest import (
     full_manifest,
 )
 from rollwire.rpc.weight_wire import Chunk, read_response
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.v1 import weights_pb2
 
 ALIGNMENT_BYTES: Final = 64
 """In the buffer every tensor begins at a multiple of this."""
@@ -154,7 +154,7 @@ class WeightAssembler:
         """Digest of the version, as the manifest gives it; empty before the manifest."""
         return self._manifest.digest if self._manifest is not None else b""
 
-    def feed(self, message: learner_pb2.FetchWeightsResponse | bytes) -> None:
+    def feed(self, message: weights_pb2.FetchWeightsResponse | bytes) -> None:
         """Accepts the next message, parsed or as it came over the wire.
 
         Raises:
@@ -324,7 +324,7 @@ class WeightAssembler:
 
 
 async def receive_weights(
-    responses: AsyncIterable[learner_pb2.FetchWeightsResponse | bytes], assembler: WeightAssembler
+    responses: AsyncIterable[weights_pb2.FetchWeightsResponse | bytes], assembler: WeightAssembler
 ) -> HeldWeights:
     """Feeds a stream into an assembler without blocking the event loop; closes the assembler on any failure.
 

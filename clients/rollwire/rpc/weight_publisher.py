@@ -19,7 +19,7 @@ from rollwire.rpc.weight_manifest import HostTensor, TensorLayout
 from rollwire.rpc.weight_snapshot import Snapshot, SnapshotBuilder
 from rollwire.rpc.weight_steps import Step, Steps, version_key
 from rollwire.rpc.weight_wire import write_chunks, write_commit, write_manifest
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.v1 import weights_pb2
 
 PublishedTensor: TypeAlias = tuple[str, TensorLayout, Iterable[memoryview]]
 """Name, layout and bytes in order; each piece flat, of whole elements, and not needed after the next one was taken."""
@@ -148,7 +148,7 @@ class WeightPublisher:
             self._commit(snapshot, step)
             return snapshot.manifest
 
-    def open(self, request: learner_pb2.FetchWeightsRequest) -> WeightStream:
+    def open(self, request: weights_pb2.FetchWeightsRequest) -> WeightStream:
         """Returns the stream that answers a request. May compose changes, which takes a moment: call it in a thread.
 
         Raises:
@@ -209,7 +209,7 @@ class WeightPublisher:
             raise _unknown(wanted, f"is not held; the present one is {version_text(version)}")
         return self._present
 
-    def _step(self, request: learner_pb2.FetchWeightsRequest, wanted: weights_pb2.WeightVersion | None) -> Step | None:
+    def _step(self, request: weights_pb2.FetchWeightsRequest, wanted: weights_pb2.WeightVersion | None) -> Step | None:
         """Returns what the reader needs beside what it has; None when it must get everything."""
         if not request.HasField("have") or not _DELTA.issubset(request.accepted_encodings):
             return None

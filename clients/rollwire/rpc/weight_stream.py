@@ -19,7 +19,7 @@ from rollwire.rpc.weight_manifest import (
     check_manifest,
 )
 from rollwire.rpc.weight_wire import write_chunks, write_commit, write_manifest
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.v1 import weights_pb2
 
 __all__ = [
     "ELEMENT_BYTES",
@@ -55,7 +55,7 @@ def stream_wire(
 
 def stream_messages(
     manifest: weights_pb2.WeightManifest, payloads: Sequence[memoryview], chunk_bytes: int = CHUNK_BYTES
-) -> Iterator[learner_pb2.FetchWeightsResponse]:
+) -> Iterator[weights_pb2.FetchWeightsResponse]:
     """Yields the messages of one stream as `stream_wire` does, parsed."""
     for message in stream_wire(manifest, iter(payloads), chunk_bytes):
-        yield learner_pb2.FetchWeightsResponse.FromString(message)
+        yield weights_pb2.FetchWeightsResponse.FromString(message)

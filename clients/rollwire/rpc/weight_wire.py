@@ -17,9 +17,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from rollwire.rpc.weight_manifest import corrupt
-from rollwire.v1 import learner_pb2, learner_pb2_grpc, weights_pb2
+from rollwire.v1 import weights_pb2
 
-_SERVICE: Final = "rollwire.v1.LearnerService"
+WEIGHTS_SERVICE: Final = "rollwire.v1.WeightsService"
 _METHOD: Final = "FetchWeights"
 # Tags: field number and wire type. The tests check them against the generated code.
 _CHUNK: Final = 0x12
@@ -76,13 +76,13 @@ def write_chunk(offset: int, parts: Sequence[memoryview]) -> WireChunk:
 
 def write_manifest(manifest: weights_pb2.WeightManifest) -> bytes:
     """Serialises the first message of a stream."""
-    return learner_pb2.FetchWeightsResponse(manifest=manifest).SerializeToString()
+    return weights_pb2.FetchWeightsResponse(manifest=manifest).SerializeToString()
 
 
 def write_commit(manifest: weights_pb2.WeightManifest) -> bytes:
     """Serialises the last message of a stream."""
     commit = weights_pb2.WeightCommit(digest=manifest.digest, payload_bytes=manifest.payload_bytes)
-    return learner_pb2.FetchWeightsResponse(commit=commit).SerializeToString()
+    return weights_pb2.FetchWeightsResponse(commit=commit).SerializeToString()
 
 
 def write_chunks(payloads: Iterator[memoryview], chunk_bytes: int) -> Iterator[WireChunk]:
@@ -105,7 +105,7 @@ def write_chunks(payloads: Iterator[memoryview], chunk_bytes: int) -> Iterator[W
         yield write_chunk(offset, parts)
 
 
-def read_response(message: bytes) -> Chunk | learner_pb2.FetchWeightsResponse:
+def read_response(message: bytes) -> Chunk | weights_pb2.FetchWeightsResponse:
     """Parses one message of a stream.
 
     Raises:
@@ -115,7 +115,7 @@ def read_response(message: bytes) -> Chunk | learner_pb2.FetchWeightsResponse:
     if chunk is not None:
         return chunk
     try:
-        return learner_pb2.FetchWeightsResponse.FromString(message)
+        return weights_pb2.FetchWeightsResponse.FromString(message)
     except DecodeError as error:
         raise corrupt("a message of the weight stream is not a valid FetchWeightsResponse") from error
 
@@ -149,33 +149,20 @@ def read_chunk(message: bytes) -> Chunk | None:
 
 
 def add_fetch_weights_to_server(
-    fetch_weights: Callable[[learner_pb2.FetchWeightsRequest, Any], AsyncIterator[bytes]],
-    server: grpc.aio.Server,
-    others: learner_pb2_grpc.LearnerServiceServicer | None = None,
+    fetch_weights: Callable[[weights_pb2.FetchWeightsRequest, Any], AsyncIterator[bytes]], server: grpc.aio.Server
 ) -> None:
-    """Adds `LearnerService` with a `FetchWeights` that yields serialised messages.
-
-    Args:
-        fetch_weights: The method.
-        server: A server that has not started.
-        others: Answers the other methods of the service; None for a server that only passes weights on.
-    """
+    """Adds `WeightsService` with a `FetchWeights` that yields serialised messages to a server that has not started."""
     handler = grpc.unary_stream_rpc_method_handler(
-        fetch_weights, request_deserializer=learner_pb2.FetchWeightsRequest.FromString, response_serializer=None
+        fetch_weights, request_deserializer=weights_pb2.FetchWeightsRequest.FromString, response_serializer=None
     )
-    # Among generic handlers the first one of a method wins, among registered ones the last; which of the two kinds a
-    # server uses depends on the version of grpcio.
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
-    if others is not None:
-        learner_pb2_grpc.add_LearnerServiceServicer_to_server(others, server)
-    server.add_registered_method_handlers(_SERVICE, {_METHOD: handler})
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(WEIGHTS_SERVICE, {_METHOD: handler}),))
 
 
 def fetch_weights_method(channel: grpc.aio.Channel) -> Any:
     """Returns the callable of `FetchWeights` whose responses are serialised messages, for `WeightAssembler.feed`."""
     return channel.unary_stream(
-        f"/{_SERVICE}/{_METHOD}",
-        request_serializer=learner_pb2.FetchWeightsRequest.SerializeToString,
+        f"/{WEIGHTS_SERVICE}/{_METHOD}",
+        request_serializer=weights_pb2.FetchWeightsRequest.SerializeToString,
         response_deserializer=None,
     )
 

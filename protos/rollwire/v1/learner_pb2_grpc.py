@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class LearnerServiceStub(object):
-    """LearnerService trains the policy and publishes its weights.
+    """LearnerService trains the policy. The weights that it publishes are read through `WeightsService` of the same server.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
     ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
@@ -54,11 +54,6 @@ class LearnerServiceStub(object):
                 request_serializer=rollwire_dot_v1_dot_learner__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=rollwire_dot_v1_dot_learner__pb2.ScoreResponse.FromString,
                 _registered_method=True)
-        self.FetchWeights = channel.unary_stream(
-                '/rollwire.v1.LearnerService/FetchWeights',
-                request_serializer=rollwire_dot_v1_dot_learner__pb2.FetchWeightsRequest.SerializeToString,
-                response_deserializer=rollwire_dot_v1_dot_learner__pb2.FetchWeightsResponse.FromString,
-                _registered_method=True)
         self.Export = channel.unary_unary(
                 '/rollwire.v1.LearnerService/Export',
                 request_serializer=rollwire_dot_v1_dot_learner__pb2.ExportRequest.SerializeToString,
@@ -67,7 +62,7 @@ class LearnerServiceStub(object):
 
 
 class LearnerServiceServicer(object):
-    """LearnerService trains the policy and publishes its weights.
+    """LearnerService trains the policy. The weights that it publishes are read through `WeightsService` of the same server.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
     ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
@@ -100,14 +95,6 @@ class LearnerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FetchWeights(self, request, context):
-        """FetchWeights streams a version: manifest, chunks, commit. Read-only; any number of readers.
-        NOT_FOUND / `UNKNOWN_VERSION` when the version is not held (any more).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Export(self, request, context):
         """Export writes the present weights as a Hugging Face directory below the server's own output directory.
         Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version.
@@ -134,11 +121,6 @@ def add_LearnerServiceServicer_to_server(servicer, server):
                     request_deserializer=rollwire_dot_v1_dot_learner__pb2.ScoreRequest.FromString,
                     response_serializer=rollwire_dot_v1_dot_learner__pb2.ScoreResponse.SerializeToString,
             ),
-            'FetchWeights': grpc.unary_stream_rpc_method_handler(
-                    servicer.FetchWeights,
-                    request_deserializer=rollwire_dot_v1_dot_learner__pb2.FetchWeightsRequest.FromString,
-                    response_serializer=rollwire_dot_v1_dot_learner__pb2.FetchWeightsResponse.SerializeToString,
-            ),
             'Export': grpc.unary_unary_rpc_method_handler(
                     servicer.Export,
                     request_deserializer=rollwire_dot_v1_dot_learner__pb2.ExportRequest.FromString,
@@ -153,7 +135,7 @@ def add_LearnerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class LearnerService(object):
-    """LearnerService trains the policy and publishes its weights.
+    """LearnerService trains the policy. The weights that it publishes are read through `WeightsService` of the same server.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
     ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
@@ -231,33 +213,6 @@ class LearnerService(object):
             '/rollwire.v1.LearnerService/Score',
             rollwire_dot_v1_dot_learner__pb2.ScoreRequest.SerializeToString,
             rollwire_dot_v1_dot_learner__pb2.ScoreResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FetchWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/rollwire.v1.LearnerService/FetchWeights',
-            rollwire_dot_v1_dot_learner__pb2.FetchWeightsRequest.SerializeToString,
-            rollwire_dot_v1_dot_learner__pb2.FetchWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

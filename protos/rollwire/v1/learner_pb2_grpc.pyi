@@ -18,7 +18,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class LearnerServiceStub:
-    """LearnerService trains the policy and publishes its weights.
+    """LearnerService trains the policy. The weights that it publishes are read through `WeightsService` of the same server.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
     ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
@@ -50,14 +50,6 @@ class LearnerServiceStub:
     ]
     """Score computes log-probabilities (and entropies) of the sampled tokens under the present weights. Read-only."""
 
-    FetchWeights: grpc.UnaryStreamMultiCallable[
-        rollwire.v1.learner_pb2.FetchWeightsRequest,
-        rollwire.v1.learner_pb2.FetchWeightsResponse,
-    ]
-    """FetchWeights streams a version: manifest, chunks, commit. Read-only; any number of readers.
-    NOT_FOUND / `UNKNOWN_VERSION` when the version is not held (any more).
-    """
-
     Export: grpc.UnaryUnaryMultiCallable[
         rollwire.v1.learner_pb2.ExportRequest,
         rollwire.v1.learner_pb2.ExportResponse,
@@ -67,7 +59,7 @@ class LearnerServiceStub:
     """
 
 class LearnerServiceAsyncStub:
-    """LearnerService trains the policy and publishes its weights.
+    """LearnerService trains the policy. The weights that it publishes are read through `WeightsService` of the same server.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
     ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
@@ -98,14 +90,6 @@ class LearnerServiceAsyncStub:
     ]
     """Score computes log-probabilities (and entropies) of the sampled tokens under the present weights. Read-only."""
 
-    FetchWeights: grpc.aio.UnaryStreamMultiCallable[
-        rollwire.v1.learner_pb2.FetchWeightsRequest,
-        rollwire.v1.learner_pb2.FetchWeightsResponse,
-    ]
-    """FetchWeights streams a version: manifest, chunks, commit. Read-only; any number of readers.
-    NOT_FOUND / `UNKNOWN_VERSION` when the version is not held (any more).
-    """
-
     Export: grpc.aio.UnaryUnaryMultiCallable[
         rollwire.v1.learner_pb2.ExportRequest,
         rollwire.v1.learner_pb2.ExportResponse,
@@ -115,7 +99,7 @@ class LearnerServiceAsyncStub:
     """
 
 class LearnerServiceServicer(metaclass=abc.ABCMeta):
-    """LearnerService trains the policy and publishes its weights.
+    """LearnerService trains the policy. The weights that it publishes are read through `WeightsService` of the same server.
 
     Errors common to all methods: INVALID_ARGUMENT / `INVALID_FIELD`, INVALID_ARGUMENT / `DEADLINE_REQUIRED`,
     ABORTED / `FENCED` where the request carries a fence with an old epoch, UNAVAILABLE / `DRAINING` while shutting down,
@@ -151,16 +135,6 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rollwire.v1.learner_pb2.ScoreResponse], collections.abc.AsyncIterator[rollwire.v1.learner_pb2.ScoreResponse]]:
         """Score computes log-probabilities (and entropies) of the sampled tokens under the present weights. Read-only."""
-
-    @abc.abstractmethod
-    def FetchWeights(
-        self,
-        request: rollwire.v1.learner_pb2.FetchWeightsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[collections.abc.Iterator[rollwire.v1.learner_pb2.FetchWeightsResponse], collections.abc.AsyncIterator[rollwire.v1.learner_pb2.FetchWeightsResponse]]:
-        """FetchWeights streams a version: manifest, chunks, commit. Read-only; any number of readers.
-        NOT_FOUND / `UNKNOWN_VERSION` when the version is not held (any more).
-        """
 
     @abc.abstractmethod
     def Export(

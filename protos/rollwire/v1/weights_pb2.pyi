@@ -320,7 +320,7 @@ class WeightSource(google.protobuf.message.Message):
 
     TARGET_FIELD_NUMBER: builtins.int
     target: builtins.str
-    """gRPC target (`host:port`) of a server that answers `LearnerService.FetchWeights` for this version."""
+    """gRPC target (`host:port`) of a server that answers `WeightsService.FetchWeights` for this version."""
     def __init__(
         self,
         *,
@@ -331,3 +331,70 @@ class WeightSource(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["target"] | None: ...
 
 global___WeightSource = WeightSource
+
+@typing.final
+class FetchWeightsRequest(google.protobuf.message.Message):
+    """FetchWeightsRequest asks for a version."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    HAVE_FIELD_NUMBER: builtins.int
+    ACCEPTED_ENCODINGS_FIELD_NUMBER: builtins.int
+    @property
+    def version(self) -> global___WeightVersion:
+        """Version wanted; unset means the one that the server holds."""
+
+    @property
+    def have(self) -> global___WeightVersion:
+        """Version that the reader holds completely; unset means none."""
+
+    @property
+    def accepted_encodings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___TensorEncoding.ValueType]:
+        """Encodings that the reader accepts; empty means TENSOR_ENCODING_FULL alone, else TENSOR_ENCODING_FULL is among them."""
+
+    def __init__(
+        self,
+        *,
+        version: global___WeightVersion | None = ...,
+        have: global___WeightVersion | None = ...,
+        accepted_encodings: collections.abc.Iterable[global___TensorEncoding.ValueType] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["have", b"have", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted_encodings", b"accepted_encodings", "have", b"have", "version", b"version"]) -> None: ...
+
+global___FetchWeightsRequest = FetchWeightsRequest
+
+@typing.final
+class FetchWeightsResponse(google.protobuf.message.Message):
+    """FetchWeightsResponse is one message of a weight stream: manifest first, then chunks in order, then commit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
+    COMMIT_FIELD_NUMBER: builtins.int
+    @property
+    def manifest(self) -> global___WeightManifest:
+        """First message."""
+
+    @property
+    def chunk(self) -> global___WeightChunk:
+        """Following messages."""
+
+    @property
+    def commit(self) -> global___WeightCommit:
+        """Last message."""
+
+    def __init__(
+        self,
+        *,
+        manifest: global___WeightManifest | None = ...,
+        chunk: global___WeightChunk | None = ...,
+        commit: global___WeightCommit | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "manifest", b"manifest", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "manifest", b"manifest", "part", b"part"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["manifest", "chunk", "commit"] | None: ...
+
+global___FetchWeightsResponse = FetchWeightsResponse

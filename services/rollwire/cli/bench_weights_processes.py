@@ -28,10 +28,11 @@ from rollwire.rpc.weight_delta import supported_encodings
 from rollwire.rpc.weight_lanes import Lanes
 from rollwire.rpc.weight_publisher import WeightPublisher
 from rollwire.rpc.weight_stream import HeldWeights, WeightAssembler, receive_weights
-from rollwire.rpc.weight_wire import add_fetch_weights_to_server, fetch_weights_method
+from rollwire.rpc.weight_wire import WEIGHTS_SERVICE, fetch_weights_method
 from rollwire.serving.logs import configure_logging
 from rollwire.serving.server import Binding, Readiness, serving
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.serving.weights import WeightsServicer
+from rollwire.v1 import weights_pb2
 
 _TIMEOUT_S: Final = 300.0
 _BURST_BYTES: Final = 256 * 1024
@@ -50,17 +51,17 @@ async def _answer(pipe: Connection, commands: dict[str, Handler]) -> None:
 
 
 class _Weights:
-    """`LearnerService.FetchWeights` as the learner has it, and nothing else."""
+    """`WeightsService` as the learner has it, and nothing else."""
 
-    full_name = "rollwire.v1.LearnerService"
+    full_name = WEIGHTS_SERVICE
     message_bytes = INTERNAL_MESSAGE_BYTES
 
     def __init__(self, publisher: WeightPublisher) -> None:
-        self._publisher = publisher
+        self._servicer = WeightsServicer(lambda: publisher)
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the one method."""
-        add_fetch_weights_to_server(self._fetch_weights, server)
+        """Adds the service."""
+        self._servicer.register(server)
 
     async def start(self, readiness: Readiness) -> None:
         """Nothing to load."""
@@ -68,11 +69,6 @@ class _Weights:
 
     async def close(self) -> None:
         """Nothing to free."""
-
-    async def _fetch_weights(self, request: learner_pb2.FetchWeightsRequest, context: Any) -> AsyncIterator[bytes]:
-        stream = await asyncio.to_thread(self._publisher.open, request)
-        for message in stream:
-            yield message
 
 
 class _Learner:
@@ -166,7 +162,7 @@ class _Reader:
         received = 0
         start = time.perf_counter()
         async with open_channel(address) as channel:
-            request = learner_pb2.FetchWeightsRequest(
+            request = weights_pb2.FetchWeightsRequest(
                 have=base.version if base is not None else None, accepted_encodings=supported_encodings()
             )
             call = fetch_weights_method(channel)(request, timeout=_TIMEOUT_S)
@@ -213,7 +209,7 @@ async def _cpu_s() -> float:
 
 async def _drain(address: str) -> None:
     async with open_channel(address) as channel:
-        async for _ in fetch_weights_method(channel)(learner_pb2.FetchWeightsRequest(), timeout=_TIMEOUT_S):
+        async for _ in fetch_weights_method(channel)(weights_pb2.FetchWeightsRequest(), timeout=_TIMEOUT_S):
             pass
 
 

@@ -1,4 +1,4 @@
-"""LearnerService on the wire: a thin shell over training, scoring, publication and export.
+"""LearnerService on the wire: a thin shell over training, scoring and export; WeightsService beside it.
 
 All torch work runs in one thread of its own, so that health checks and weight readers are served while a step runs.
 """
@@ -19,20 +19,20 @@ import grpc.aio
 
 from rollwire.learner.export import Exporter
 from rollwire.learner.losses import POLICY_LOSSES
-from rollwire.learner.requests import SequenceLimits, check_version, parse_sequences, parse_temperature
+from rollwire.learner.requests import SequenceLimits, parse_sequences, parse_temperature
 from rollwire.learner.trainer import Trainer, load_trainer
 from rollwire.learner.training import Training
 from rollwire.rpc.errors import Reason, RollwireError, invalid_field
 from rollwire.rpc.ids import is_name, new_id
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
 from rollwire.rpc.versions import build_version
-from rollwire.rpc.weight_wire import add_fetch_weights_to_server
 from rollwire.serving.accelerator import prepare
 from rollwire.serving.config.models import RunConfig
 from rollwire.serving.fencing import Fencing
 from rollwire.serving.model_files import find_tokenizer, load_tokenizer, tokenizer_hash
 from rollwire.serving.model_tensors import SERVING_TYPES
 from rollwire.serving.server import Readiness
+from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import learner_pb2, learner_pb2_grpc, weights_pb2
 
 _LOADING_RETRY_S = 1.0
@@ -62,10 +62,12 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         self._fencing = Fencing()
         self._torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
         self._loaded: _Loaded | None = None
+        self._weights = WeightsServicer(lambda: self._ready().trainer.publisher)
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds the servicer to the server."""
-        add_fetch_weights_to_server(self.FetchWeights, server, self)
+        """Adds the servicers to the server."""
+        learner_pb2_grpc.add_LearnerServiceServicer_to_server(self, server)
+        self._weights.register(server)
 
     async def start(self, readiness: Readiness) -> None:
         """Loads the model and publishes version 0 of a new lineage.
@@ -117,24 +119,6 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         loaded = self._ready()
         async for request in request_iterator:
             yield await self._in_torch_thread(self._score, loaded, request)
-
-    async def FetchWeights(  # type: ignore[override]
-        self, request: learner_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
-        """Streams a version as serialised messages, in full or as changes against what the reader has."""
-        publisher = self._ready().trainer.publisher
-        if request.HasField("version"):
-            check_version("version", request.version)
-        if request.HasField("have"):
-            check_version("have", request.have)
-        accepted = request.accepted_encodings
-        if accepted and weights_pb2.TENSOR_ENCODING_FULL not in accepted:
-            raise invalid_field(
-                "accepted_encodings", list(accepted), "a list that holds TENSOR_ENCODING_FULL, or empty"
-            )
-        stream = await asyncio.to_thread(publisher.open, request)  # it may have to compose changes
-        for message in stream:
-            yield message
 
     async def Export(
         self, request: learner_pb2.ExportRequest, context: grpc.aio.ServicerContext

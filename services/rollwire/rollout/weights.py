@@ -13,7 +13,7 @@ from typing import Final
 
 import grpc
 
-from rollwire.client.learner import LearnerClient
+from rollwire.client.weights import WeightsClient
 from rollwire.rollout.policy import Policy
 from rollwire.rollout.weight_states import Begin, Phase, Served
 from rollwire.rpc.errors import Reason, RollwireError
@@ -22,7 +22,7 @@ from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_delta import supported_encodings
 from rollwire.rpc.weight_stream import HeldWeights, WeightAssembler, receive_weights
 from rollwire.serving.logs import get_logger
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.v1 import weights_pb2
 
 _log = get_logger(__name__)
 DRAIN_S: Final = 10.0
@@ -136,10 +136,10 @@ class WeightUpdater:
         """
         end_s = time.monotonic() + timeout_s
         base, received_bytes = self._held, 0
-        async with LearnerClient(target) as source:
+        async with WeightsClient(target) as source:
             while True:
                 assembler = WeightAssembler(self._policy.engine.layouts(), version, base=base, buffers=self._buffers)
-                request = learner_pb2.FetchWeightsRequest(
+                request = weights_pb2.FetchWeightsRequest(
                     version=version,
                     have=base.version if base is not None else None,
                     accepted_encodings=supported_encodings(),

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
+from rollwire.client.weights import WeightsClient
 from rollwire.learner import training
 from rollwire.learner.trainer import Trainer
 from rollwire.rpc.errors import Reason, RollwireError
@@ -191,8 +192,9 @@ async def test_readers_and_health_are_served_while_a_step_runs(
 
         assert await client.is_ready()
         assert (await client.get_info()).version.step == 0
-        parts = [part async for part in client.fetch_weights(learner_pb2.FetchWeightsRequest())]
-        assert learner_pb2.FetchWeightsResponse.FromString(parts[-1]).HasField("commit")
+        async with WeightsClient(client.target) as source:
+            parts = [part async for part in source.fetch_weights(weights_pb2.FetchWeightsRequest())]
+        assert weights_pb2.FetchWeightsResponse.FromString(parts[-1]).HasField("commit")
         busy = await refused(
             client.train(await header(client), batch()), Reason.STEP_IN_PROGRESS, grpc.StatusCode.ABORTED
         )

@@ -27,14 +27,13 @@ from rollwire.serving.server import Binding, Readiness, serving
 from rollwire.v1 import (
     environment_pb2,
     environment_pb2_grpc,
-    learner_pb2,
-    learner_pb2_grpc,
     rollout_pb2,
     trajectory_pb2,
     weights_pb2,
+    weights_pb2_grpc,
 )
 
-Messages = Iterable[learner_pb2.FetchWeightsResponse]
+Messages = Iterable[weights_pb2.FetchWeightsResponse]
 LINEAGE = "lineage-test"
 
 
@@ -83,22 +82,22 @@ def weights(model_directory: Path) -> Callable[[int], dict[str, HostTensor]]:
     return make
 
 
-class FakeLearner(learner_pb2_grpc.LearnerServiceServicer):
+class FakeLearner(weights_pb2_grpc.WeightsServiceServicer):
     """Serves real weights; `fault` may change the messages of a stream, `hold` delays it after its manifest."""
 
-    full_name = "rollwire.v1.LearnerService"
+    full_name = "rollwire.v1.WeightsService"
     message_bytes = INTERNAL_MESSAGE_BYTES
 
     def __init__(self, weights: Callable[[int], dict[str, HostTensor]]) -> None:
         self.weights = weights
-        self.fault: Callable[[list[learner_pb2.FetchWeightsResponse]], Messages] = lambda messages: messages
+        self.fault: Callable[[list[weights_pb2.FetchWeightsResponse]], Messages] = lambda messages: messages
         self.hold = asyncio.Event()
         self.hold.set()
         self.fetches = 0
         self.chunk_bytes = 10_000
 
     def register(self, server: grpc.aio.Server) -> None:
-        learner_pb2_grpc.add_LearnerServiceServicer_to_server(self, server)
+        weights_pb2_grpc.add_WeightsServiceServicer_to_server(self, server)
 
     async def start(self, readiness: Readiness) -> None:
         await readiness.set(True)
@@ -112,8 +111,8 @@ class FakeLearner(learner_pb2_grpc.LearnerServiceServicer):
         return list(stream_messages(manifest, [tensor.data for tensor in tensors.values()], self.chunk_bytes))
 
     async def FetchWeights(
-        self, request: learner_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[learner_pb2.FetchWeightsResponse]:
+        self, request: weights_pb2.FetchWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[weights_pb2.FetchWeightsResponse]:
         self.fetches += 1
         if request.version.lineage != LINEAGE:
             raise not_found(Reason.UNKNOWN_VERSION, "no such version")

@@ -13,9 +13,9 @@ import torch
 
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.weight_stream import HostTensor, build_manifest, stream_messages
-from rollwire.v1 import learner_pb2, rollout_pb2, trajectory_pb2, weights_pb2
+from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 
-Response = learner_pb2.FetchWeightsResponse
+Response = weights_pb2.FetchWeightsResponse
 
 
 async def sample(bench: Any, seed: int = 1, max_tokens: int = 12) -> tuple[list[int], list[float], int]:

@@ -12,8 +12,7 @@ from rollwire.learner.publish import published
 from rollwire.rpc.weight_publisher import WeightPublisher
 from rollwire.rpc.weight_stream import WeightAssembler
 from rollwire.serving.model_tensors import copy_all_in, held_digest, layouts
-from rollwire.v1.learner_pb2 import FetchWeightsRequest
-from rollwire.v1.weights_pb2 import DATA_TYPE_BFLOAT16, WeightVersion
+from rollwire.v1.weights_pb2 import DATA_TYPE_BFLOAT16, FetchWeightsRequest, WeightVersion
 
 
 def version(step: int) -> WeightVersion:

@@ -8,12 +8,12 @@ from pathlib import Path
 from rollwire.rpc.deadlines import DEADLINES_S
 from rollwire.rpc.errors import Reason
 from rollwire.rpc.limits import KEEPALIVE_MIN_INTERVAL_S, KEEPALIVE_TIME_S, RETRYABLE_METHODS
-from rollwire.v1 import coordinator_pb2, environment_pb2, learner_pb2, rollout_pb2
+from rollwire.v1 import coordinator_pb2, environment_pb2, learner_pb2, rollout_pb2, weights_pb2
 
 ROOT = Path(__file__).resolve().parents[3]
 METHODS = {
     f"/{service.full_name}/{method.name}": method
-    for module in (environment_pb2, rollout_pb2, learner_pb2, coordinator_pb2)
+    for module in (environment_pb2, rollout_pb2, learner_pb2, coordinator_pb2, weights_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }

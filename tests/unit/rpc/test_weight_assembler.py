@@ -22,7 +22,7 @@ from rollwire.rpc.weight_delta import supported_encodings
 from rollwire.rpc.weight_manifest import Base, check_manifest
 from rollwire.rpc.weight_publisher import WeightPublisher
 from rollwire.rpc.weight_stream import HeldWeights, TensorLayout, WeightAssembler, receive_weights, stream_wire
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.v1 import weights_pb2
 
 BF16, F32, I64 = weights_pb2.DATA_TYPE_BFLOAT16, weights_pb2.DATA_TYPE_FLOAT32, weights_pb2.DATA_TYPE_INT64
 LAYOUTS = {
@@ -103,7 +103,7 @@ def _update(compressed: bool = True) -> Update:
     _publish(publisher, 0, words)
     buffers = HostBuffers()
     with WeightAssembler(LAYOUTS, _version(0), buffers=buffers, threads=0) as assembler:
-        for message in publisher.open(learner_pb2.FetchWeightsRequest()):
+        for message in publisher.open(weights_pb2.FetchWeightsRequest()):
             assembler.feed(message)
         base = assembler.result()
     for name, share in (("few", 0.05), ("masters", 0.05), ("many", 1.0), ("count", 0.05)):
@@ -111,8 +111,8 @@ def _update(compressed: bool = True) -> Update:
         part[generator.choice(len(part), int(share * len(part)), replace=False)] += 1
     _publish(publisher, 1, words)
     accepted = [encoding for encoding in supported_encodings() if compressed or encoding != 4]
-    stream = publisher.open(learner_pb2.FetchWeightsRequest(have=_version(0), accepted_encodings=accepted))
-    chunks = [learner_pb2.FetchWeightsResponse.FromString(message).chunk.data for message in stream]
+    stream = publisher.open(weights_pb2.FetchWeightsRequest(have=_version(0), accepted_encodings=accepted))
+    chunks = [weights_pb2.FetchWeightsResponse.FromString(message).chunk.data for message in stream]
     return Update(base, buffers, stream.manifest, b"".join(chunks), {k: v.tobytes() for k, v in words.items()})
 
 
@@ -293,7 +293,7 @@ def _large_stream() -> list[bytes]:
     publisher = WeightPublisher(threads=0, chunk_bytes=1 << 16)
     tensors = ((name, layout, [memoryview(bytes(layout.byte_size))]) for name, layout in LARGE.items())
     publisher.publish(_version(1), tensors)
-    return list(publisher.open(learner_pb2.FetchWeightsRequest()))
+    return list(publisher.open(weights_pb2.FetchWeightsRequest()))
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2, 5])
@@ -354,7 +354,7 @@ async def test_receiving_returns_the_version() -> None:
 
 def test_checksums_of_full_streams_are_those_of_the_chunks() -> None:
     for message in _large_stream():
-        response = learner_pb2.FetchWeightsResponse.FromString(message)
+        response = weights_pb2.FetchWeightsResponse.FromString(message)
         if response.HasField("chunk"):
             assert response.chunk.crc32 == zlib.crc32(response.chunk.data)
 

@@ -20,7 +20,7 @@ from rollwire.rpc.weight_delta import compose, supported_encodings
 from rollwire.rpc.weight_publisher import PublishedTensor, WeightPublisher, WeightStream
 from rollwire.rpc.weight_stream import ELEMENT_BYTES, HeldWeights, TensorLayout, WeightAssembler, build_manifest
 from rollwire.rpc.weight_stream import HostTensor as Host
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.v1 import weights_pb2
 
 BF16, F32, I64 = weights_pb2.DATA_TYPE_BFLOAT16, weights_pb2.DATA_TYPE_FLOAT32, weights_pb2.DATA_TYPE_INT64
 FULL, UNCHANGED = weights_pb2.TENSOR_ENCODING_FULL, weights_pb2.TENSOR_ENCODING_UNCHANGED
@@ -62,8 +62,8 @@ def _tensors(words: Words, layouts: Mapping[str, TensorLayout] = LAYOUTS) -> Ite
 
 def _request(
     step: int | None = None, have: int | None = None, accepted: tuple[Any, ...] | None = None
-) -> learner_pb2.FetchWeightsRequest:
-    return learner_pb2.FetchWeightsRequest(
+) -> weights_pb2.FetchWeightsRequest:
+    return weights_pb2.FetchWeightsRequest(
         version=_version(step) if step is not None else None,
         have=_version(have) if have is not None else None,
         accepted_encodings=supported_encodings() if accepted is None else accepted,
@@ -89,7 +89,7 @@ def _encodings(stream: WeightStream) -> set[Any]:
     return {spec.encoding for spec in stream.manifest.tensors}
 
 
-def _refused(publisher: WeightPublisher, request: learner_pb2.FetchWeightsRequest) -> RollwireError:
+def _refused(publisher: WeightPublisher, request: weights_pb2.FetchWeightsRequest) -> RollwireError:
     with pytest.raises(RollwireError) as caught:
         publisher.open(request)
     return caught.value

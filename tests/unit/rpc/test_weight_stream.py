@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.weight_stream import HostTensor, TensorLayout, WeightAssembler, build_manifest, stream_messages
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.v1 import weights_pb2
 
 VERSION = weights_pb2.WeightVersion(lineage="lineage-a", step=7)
 FLOAT32 = weights_pb2.DATA_TYPE_FLOAT32
@@ -30,12 +30,12 @@ TENSORS = _tensors(SIZES)
 LAYOUTS = {name: TensorLayout(FLOAT32, shape) for name, shape in SIZES.items()}
 
 
-def _messages(chunk_bytes: int = 16) -> list[learner_pb2.FetchWeightsResponse]:
+def _messages(chunk_bytes: int = 16) -> list[weights_pb2.FetchWeightsResponse]:
     manifest = build_manifest(VERSION, TENSORS)
     return list(stream_messages(manifest, [tensor.data for tensor in TENSORS.values()], chunk_bytes))
 
 
-def _receive(messages: list[learner_pb2.FetchWeightsResponse]) -> dict[str, HostTensor]:
+def _receive(messages: list[weights_pb2.FetchWeightsResponse]) -> dict[str, HostTensor]:
     assembler = WeightAssembler(LAYOUTS, VERSION)
     for message in messages:
         assembler.feed(message)

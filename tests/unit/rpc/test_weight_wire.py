@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.weight_wire import Chunk, read_chunk, read_response, write_chunk, write_chunks
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.v1 import weights_pb2
 
-Response = learner_pb2.FetchWeightsResponse
+Response = weights_pb2.FetchWeightsResponse
 
 
 @given(
