@@ -53,7 +53,7 @@ def main(event_dir: Path, output: Path) -> None:
         ylim=(0, 1),
         title=f"FrozenLake, four processes on two CPU cores, {minutes:.1f} minutes",
     )
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 0.24), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(output)
 
