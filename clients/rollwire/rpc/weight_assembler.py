@@ -18,7 +18,7 @@ import numpy as np
 from rollwire.rpc.limits import MAX_CHUNK_BYTES
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_buffers import HostBuffers
-from rollwire.rpc.weight_delta import SparseTensor, apply_sparse
+from rollwire.rpc.weight_delta import UNCHANGED, SparseTensor, apply_sparse
 from rollwire.rpc.weight_lanes import INLINE_BYTES, Lane, Lanes, default_threads
 from rollwire.rpc.weight_manifest import (
     ELEMENT_BYTES,
@@ -29,11 +29,15 @@ from rollwire.rpc.weight_manifest import (
     corrupt,
     full_manifest,
 )
+from rollwire.rpc.weight_steps import Step, version_key
 from rollwire.rpc.weight_wire import Chunk, read_response
 from rollwire.v1 import weights_pb2
 
 ALIGNMENT_BYTES: Final = 64
 """In the buffer every tensor begins at a multiple of this."""
+
+KEPT_CHANGES: Final = 0.15
+"""Most memory for changes that are kept, as a share of the version's size."""
 
 _FULL: Final = weights_pb2.TENSOR_ENCODING_FULL
 _UNCHANGED: Final = weights_pb2.TENSOR_ENCODING_UNCHANGED
@@ -47,6 +51,7 @@ class HeldWeights:
         digest: `WeightManifest.digest` of it.
         sha256: SHA-256 of each tensor, by name.
         tensors: The tensors in the order they arrived; their memory is one buffer, see `release`.
+        step: What changed from the base, where that was asked for and the version came so.
     """
 
     def __init__(
@@ -55,11 +60,13 @@ class HeldWeights:
         tensors: dict[str, HostTensor],
         buffer: memoryview,
         buffers: HostBuffers,
+        step: Step | None = None,
     ) -> None:
         self.version = manifest.version
         self.digest = manifest.digest
         self.sha256 = {spec.name: spec.sha256 for spec in manifest.tensors}
         self.tensors = tensors
+        self.step = step
         self._buffer: memoryview | None = buffer
         self._buffers = buffers
 
@@ -93,6 +100,7 @@ class _Slot:
     sink: memoryview
     lane: Lane
     sha256: Any
+    change: SparseTensor | None = None
 
 
 class WeightAssembler:
@@ -111,6 +119,7 @@ class WeightAssembler:
         base: What is held and was named in `FetchWeightsRequest.have`.
         buffers: Where the memory comes from; by default a buffer of its own.
         threads: Worker threads; None for the machine's default, 0 for none.
+        keep_changes: Keep the changes that arrive, for `HeldWeights.step`; at most `KEPT_CHANGES` of the version.
     """
 
     def __init__(
@@ -121,7 +130,9 @@ class WeightAssembler:
         base: HeldWeights | None = None,
         buffers: HostBuffers | None = None,
         threads: int | None = None,
+        keep_changes: bool = False,
     ) -> None:
+        self._keep_changes = keep_changes
         self._expected = expected
         self._version = version
         self._base = base
@@ -200,9 +211,17 @@ class WeightAssembler:
         tensors = {
             slot.spec.name: HostTensor(slot.spec.dtype, tuple(slot.spec.shape), slot.target) for slot in self._slots
         }
-        self._held = HeldWeights(self._manifest, tensors, self._buffer, self._buffers)
+        self._held = HeldWeights(self._manifest, tensors, self._buffer, self._buffers, self._step())
         self._buffer = None
         return self._held
+
+    def _step(self) -> Step | None:
+        manifest = self._manifest
+        assert manifest is not None
+        if not self._keep_changes or not manifest.HasField("base"):
+            return None
+        changes = [slot.change for slot in self._slots]
+        return Step(manifest.base, manifest.base_digest, version_key(manifest.version), changes)
 
     def close(self) -> None:
         """Stops the threads and gives the buffer back, unless `result` has handed it over. Idempotent."""
@@ -222,6 +241,9 @@ class WeightAssembler:
                 f"asked for was {version_text(self._version)}"
             )
         check_manifest(manifest, self._expected, self._base.base if self._base is not None else None)
+        sparse_bytes = sum(spec.payload_bytes for spec in manifest.tensors if spec.encoding != _FULL)
+        whole_bytes = sum(spec.byte_size for spec in manifest.tensors)
+        self._keep_changes = self._keep_changes and sparse_bytes <= KEPT_CHANGES * whole_bytes
         self._manifest = manifest
         starts, end = {}, 0
         for name, layout in self._expected.items():
@@ -289,9 +311,12 @@ class WeightAssembler:
         spec = slot.spec
         np.copyto(np.frombuffer(slot.target, np.uint8), np.frombuffer(self._base.tensors[spec.name].data, np.uint8))
         if spec.encoding == _UNCHANGED:  # its digest is the base's: `check_manifest` compared them
+            slot.change = UNCHANGED
             return
         change = SparseTensor(spec.encoding, spec.changed_elements, spec.sparse_bytes, slot.payload)
         apply_sparse(slot.target, ELEMENT_BYTES[spec.dtype], change)
+        if self._keep_changes:
+            slot.change = change
         slot.payload, slot.sink = bytearray(), memoryview(b"")
         slot.sha256.update(slot.target)
         self._verify(slot)

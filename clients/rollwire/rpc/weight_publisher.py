@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
 from typing import Final, TypeAlias, TypeVar
 from weakref import WeakSet
@@ -27,8 +27,7 @@ PublishedTensor: TypeAlias = tuple[str, TensorLayout, Iterable[memoryview]]
 _T = TypeVar("_T")
 _PENDING_JOBS: Final = 4
 _RETRY_S: Final = 1.0
-_ZSTD: Final = weights_pb2.TENSOR_ENCODING_SPARSE_ZSTD
-_DELTA: Final = {weights_pb2.TENSOR_ENCODING_UNCHANGED, weights_pb2.TENSOR_ENCODING_SPARSE}
+DELTA_ENCODINGS: Final = {weights_pb2.TENSOR_ENCODING_UNCHANGED, weights_pb2.TENSOR_ENCODING_SPARSE}
 
 
 class WeightStream:
@@ -54,7 +53,7 @@ class WeightStream:
         for chunk in write_chunks(_drained(self._pieces), CHUNK_BYTES):
             yield chunk.message
         if self._superseded:
-            raise _unknown(self.manifest.version, "was replaced twice while it was being sent")
+            raise unknown_version(self.manifest.version, "was replaced while it was being sent")
         yield write_commit(self.manifest)
 
     def cut(self) -> None:
@@ -160,7 +159,12 @@ class WeightPublisher:
         with self._lock:
             present = self._current(wanted)
             if step is not None and step.target == version_key(present.manifest.version):
-                stream = _delta_stream(present, step, compressed=_ZSTD in request.accepted_encodings)
+                stream = delta_stream(
+                    present.manifest,
+                    step,
+                    lambda spec: present.pieces(spec.payload_offset, spec.payload_bytes),
+                    request,
+                )
             else:
                 stream = WeightStream(
                     present.manifest, [chunk.message for chunk in present.chunks if chunk is not None]
@@ -203,48 +207,68 @@ class WeightPublisher:
                     f"version {version_text(self._next)} is being published; ask again in {_RETRY_S:g} s",
                     retry_after_s=_RETRY_S,
                 )
-            raise _unknown(wanted, "is not held, and no other one is")
+            raise unknown_version(wanted, "is not held, and no other one is")
         version = self._present.manifest.version
         if wanted not in (None, version):
-            raise _unknown(wanted, f"is not held; the present one is {version_text(version)}")
+            raise unknown_version(wanted, f"is not held; the present one is {version_text(version)}")
         return self._present
 
     def _step(self, request: weights_pb2.FetchWeightsRequest, wanted: weights_pb2.WeightVersion | None) -> Step | None:
         """Returns what the reader needs beside what it has; None when it must get everything."""
-        if not request.HasField("have") or not _DELTA.issubset(request.accepted_encodings):
+        if not changes_wanted(request):
             return None
         with self._lock:
             present = self._current(wanted)
         target = version_key(present.manifest.version)
         if version_key(request.have) == target:
-            return Step(request.have, present.manifest.digest, target, [UNCHANGED] * len(present.layouts))
+            return unchanged(request.have, present.manifest.digest, len(present.layouts))
         return self._steps.find(version_key(request.have), target, list(present.layouts.values()))
 
 
-def _delta_stream(present: Snapshot, step: Step, *, compressed: bool) -> WeightStream:
-    """Returns the stream of a step; without `compressed` the payloads are sent as they were before compression."""
+def changes_wanted(request: weights_pb2.FetchWeightsRequest) -> bool:
+    """Tells whether a reader has a version and can apply changes to it."""
+    return request.HasField("have") and DELTA_ENCODINGS.issubset(request.accepted_encodings)
+
+
+def delta_stream(
+    full: weights_pb2.WeightManifest,
+    step: Step,
+    pieces: Callable[[weights_pb2.TensorSpec], Iterable[memoryview]],
+    request: weights_pb2.FetchWeightsRequest,
+) -> WeightStream:
+    """Returns the stream of a step, compressed if the reader accepts that.
+
+    Args:
+        full: Manifest that sends the version in full.
+        step: What changed.
+        pieces: Returns the bytes of a tensor, for the ones sent in full.
+        request: The reader's.
+    """
     manifest = weights_pb2.WeightManifest(
-        version=present.manifest.version,
-        base=step.base,
-        digest=present.manifest.digest,
-        base_digest=step.base_digest,
+        version=full.version, base=step.base, digest=full.digest, base_digest=step.base_digest
     )
-    pieces: list[memoryview] = []
-    for full, known in zip(present.manifest.tensors, step.changes, strict=True):
+    compressed = weights_pb2.TENSOR_ENCODING_SPARSE_ZSTD in request.accepted_encodings
+    payload: list[memoryview] = []
+    for whole, known in zip(full.tensors, step.changes, strict=True):
         spec = manifest.tensors.add()
-        spec.CopyFrom(full)
+        spec.CopyFrom(whole)
         spec.payload_offset = manifest.payload_bytes
         if known is None:
-            pieces.extend(present.pieces(full.payload_offset, full.payload_bytes))
+            payload.extend(pieces(whole))
         else:
             change = known if compressed else known.plain()
             spec.encoding = change.encoding
             spec.payload_bytes = len(change.payload)
             spec.changed_elements = change.changed
             spec.sparse_bytes = change.sparse_bytes
-            pieces.append(memoryview(change.payload))
+            payload.append(memoryview(change.payload))
         manifest.payload_bytes += spec.payload_bytes
-    return WeightStream(manifest, pieces=pieces)
+    return WeightStream(manifest, pieces=payload)
+
+
+def unchanged(version: weights_pb2.WeightVersion, digest: bytes, tensors: int) -> Step:
+    """Returns the step of a reader that has the version already."""
+    return Step(version, digest, version_key(version), [UNCHANGED] * tensors)
 
 
 def _copied(held: Snapshot, spec: weights_pb2.TensorSpec) -> HostTensor:
@@ -262,6 +286,7 @@ def _drained(items: deque[_T]) -> Iterator[_T]:
         yield item
 
 
-def _unknown(version: weights_pb2.WeightVersion | None, what: str) -> RollwireError:
+def unknown_version(version: weights_pb2.WeightVersion | None, what: str) -> RollwireError:
+    """Returns the error of a version that cannot be had; None stands for the present one."""
     name = version_text(version) if version is not None else "the present one"
     return not_found(Reason.UNKNOWN_VERSION, f"version {name} {what}", version=name)

@@ -26,6 +26,7 @@ from rollwire.serving.config.models import RunConfig
 from rollwire.serving.model_files import load_model, load_tokenizer, template_hash, tokenizer_hash
 from rollwire.serving.model_tensors import SERVING_TYPES
 from rollwire.serving.server import Readiness, ServeError
+from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import rollout_pb2_grpc
 
 # The environment server answers within its own limit; the network gets this much on top.
@@ -56,6 +57,7 @@ class RolloutServer:
     def register(self, server: grpc.aio.Server) -> None:
         """See `Service`."""
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server(self._servicer, server)
+        WeightsServicer(lambda: self._servicer.loaded().updater.relay).register(server)
 
     async def start(self, readiness: Readiness) -> None:
         """Loads the model.

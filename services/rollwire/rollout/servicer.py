@@ -77,7 +77,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.RolloutServiceGetInfoRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.RolloutServiceGetInfoResponse:
         """See the contract."""
-        parts = self._loaded()
+        parts = self.loaded()
         engine = parts.policy.engine
         active = parts.policy.states.active
         description = engine.description
@@ -103,7 +103,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.RunGroupRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[rollout_pb2.RunGroupResponse]:
         """See the contract."""
-        parts = self._loaded()
+        parts = self.loaded()
         self._fencing.admit(request.fence)
         plan = read_group(request, parts.limits)
         required = request.required_version if request.HasField("required_version") else None
@@ -119,7 +119,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         """See the contract."""
-        parts = self._loaded()
+        parts = self.loaded()
         check_prompt(request.token_ids, parts.limits)
         sampling = read_sampling(request.sampling, parts.limits)
         if len(request.cache_key) > MAX_CACHE_KEY:
@@ -156,7 +156,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.UpdateWeightsResponse:
         """See the contract."""
-        parts = self._loaded()
+        parts = self.loaded()
         self._fencing.admit(request.fence)
         check_version("version", request.version)
         if request.source.WhichOneof("source") != "target":
@@ -171,7 +171,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             pause_duration=_duration(update.pause_s),
         )
 
-    def _loaded(self) -> Parts:
+    def loaded(self) -> Parts:
+        """Returns the parts. Raises `RollwireError`, UNAVAILABLE / `NO_WEIGHTS`, while the model is being loaded."""
         if self.parts is None:
             raise RollwireError(
                 grpc.StatusCode.UNAVAILABLE,

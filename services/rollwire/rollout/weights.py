@@ -20,6 +20,7 @@ from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_delta import supported_encodings
+from rollwire.rpc.weight_relay import WeightRelay
 from rollwire.rpc.weight_stream import HeldWeights, WeightAssembler, receive_weights
 from rollwire.serving.logs import get_logger
 from rollwire.v1 import weights_pb2
@@ -55,18 +56,22 @@ class WeightUpdater:
 
     The active version stays in host memory, so that the next one can arrive as changes to it; while an update is in
     progress a second buffer holds the new one. Both are used again from update to update. The first two updates touch
-    them for the first time and take longer.
+    them for the first time and take longer. The changes that came are kept too, for other servers: see `relay`.
 
     Args:
         policy: Whose weights.
         drain_s: Time that running generations get to finish.
         buffers: Where the memory comes from; by default private memory.
+
+    Attributes:
+        relay: Passes the active version on.
     """
 
     def __init__(self, policy: Policy, *, drain_s: float = DRAIN_S, buffers: HostBuffers | None = None) -> None:
         self._policy = policy
         self._buffers = buffers if buffers is not None else HostBuffers()
         self._held: HeldWeights | None = None
+        self.relay = WeightRelay()
         self._drain_s = drain_s
         self._task: asyncio.Task[Update] | None = None
 
@@ -77,7 +82,7 @@ class WeightUpdater:
 
         Args:
             version: Version wanted.
-            target: `host:port` of the learner that has it.
+            target: `host:port` of a learner or rollout server that has it.
             timeout_s: Longest time for fetching.
 
         Raises:
@@ -138,7 +143,9 @@ class WeightUpdater:
         base, received_bytes = self._held, 0
         async with WeightsClient(target) as source:
             while True:
-                assembler = WeightAssembler(self._policy.engine.layouts(), version, base=base, buffers=self._buffers)
+                assembler = WeightAssembler(
+                    self._policy.engine.layouts(), version, base=base, buffers=self._buffers, keep_changes=True
+                )
                 request = weights_pb2.FetchWeightsRequest(
                     version=version,
                     have=base.version if base is not None else None,
@@ -168,6 +175,7 @@ class WeightUpdater:
             held.release()
             raise
         before, self._held = self._held, held
+        self.relay.hold(held)
         if before is not None:
             before.release()
         return swapped
