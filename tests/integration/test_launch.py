@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -97,6 +99,12 @@ def test_engine_and_learner_agree_on_logprobs(launched: Run) -> None:
     gaps = [line["actor/logprob_gap_max"] for line in lines if "actor/logprob_gap_max" in line]
     assert len(gaps) == STEPS
     assert max(gaps) < 1e-4
+
+
+def test_the_viewer_that_the_summary_names_starts() -> None:
+    command = [sys.executable, "-m", "tensorboard.main", "--version_tb"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert shown.returncode == 0, shown.stderr
 
 
 def test_the_summary_names_the_places(launched: Run) -> None:
