@@ -18,9 +18,10 @@ from enum import Enum
 from rollwire.client.rollout import RolloutClient
 from rollwire.coordinator.budgets import Budgets
 from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.fan_out import FanOut
 from rollwire.coordinator.ledger_schema import VersionRecord
 from rollwire.coordinator.tasks import Pulse, run_all
-from rollwire.coordinator.weight_push import ServerLostError, WeightPusher
+from rollwire.coordinator.weight_push import RelayError, ServerLostError, UnknownVersionError, WeightPusher
 from rollwire.v1 import weights_pb2
 
 
@@ -95,11 +96,14 @@ class RolloutPool:
         self._version = weights_pb2.WeightVersion()
         self._digest = b""
         self._changed = Pulse()
+        self._fetched = Pulse()
         self._recoveries: set[asyncio.Task[None]] = set()
         self._fatal: Exception | None = None
 
     async def push(self, version: weights_pb2.WeightVersion, digest: bytes) -> PushReport:
-        """Brings a version to all servers at once. A server that cannot be reached is lost, the others go on.
+        """Brings a version to all servers, the first from the learner and the others from those that have it.
+
+        A server that cannot be reached is lost, the others go on.
 
         Args:
             version: Version that the learner published.
@@ -111,7 +115,8 @@ class RolloutPool:
         started = time.monotonic()
         self._version, self._digest = version, digest
         ready = [server for server in self.servers if server.state is ServerState.READY]
-        records = [record for record in await run_all(self._activate(server) for server in ready) if record]
+        fan_out = FanOut(self._pusher.learner_target)
+        records = [record for record in await run_all(self._activate(server, fan_out) for server in ready) if record]
         return PushReport(
             seconds=time.monotonic() - started,
             received_bytes=sum(record.received_bytes for record in records),
@@ -166,15 +171,32 @@ class RolloutPool:
             task.cancel()
         await asyncio.gather(*self._recoveries, return_exceptions=True)
 
-    async def _activate(self, server: RolloutServer) -> VersionRecord | None:
+    async def _activate(self, server: RolloutServer, fan_out: FanOut) -> VersionRecord | None:
         """Brings the present version to a server; returns None after marking it lost."""
+        while (source := fan_out.take()) is None:
+            await self._fetched.wait()
         try:
-            record = await self._pusher.activate(server.client, self._version, self._digest)
+            record = await self._activate_from(server, source, fan_out)
         except ServerLostError as error:
             self.report_lost(server, str(error))
             return None
+        finally:
+            fan_out.give_back(source)
+            self._fetched.fire()
+        fan_out.add(server.client.target)
+        self._fetched.fire()
         await self._on_activated(record)
         return record
+
+    async def _activate_from(self, server: RolloutServer, source: str, fan_out: FanOut) -> VersionRecord:
+        """Brings the present version from a source, from the learner where that fails."""
+        relay = source if source != fan_out.origin else None
+        try:
+            return await self._pusher.activate(server.client, self._version, self._digest, relay)
+        except RelayError as error:
+            fan_out.drop(source)
+            self._notice(f"{error}; fetching from the learner instead of {source}")
+            return await self._pusher.activate(server.client, self._version, self._digest)
 
     async def _recover(self, server: RolloutServer) -> None:
         """Waits for a lost server, brings it the present version and gives it work again."""
@@ -203,6 +225,11 @@ class RolloutPool:
             except ServerLostError as error:
                 server.trouble = str(error)
                 return False
+            except UnknownVersionError as error:  # the learner is a version ahead, which will be pushed soon
+                if version == self._version:
+                    server.trouble = str(error)
+                    return False
+                continue
             if version == self._version:
                 return True
 

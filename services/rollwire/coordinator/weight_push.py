@@ -16,6 +16,7 @@ from rollwire.rpc.versions import version_text
 from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 
 _TRY_AGAIN: Final = (Reason.WEIGHT_SOURCE_UNAVAILABLE, Reason.WEIGHTS_CORRUPT, Reason.UPDATE_IN_PROGRESS)
+_RELAY_FAULTS: Final = (Reason.WEIGHT_SOURCE_UNAVAILABLE, Reason.WEIGHTS_CORRUPT, Reason.UNKNOWN_VERSION)
 LOST_CODES: Final = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.CANCELLED,
@@ -27,8 +28,16 @@ class ServerLostError(Exception):
     """A server cannot be reached or goes away; the text says what was seen."""
 
 
+class RelayError(Exception):
+    """A server could not fetch a version from another server; the learner may still give it."""
+
+
+class UnknownVersionError(RunError):
+    """The learner does not hold a version; it may have published the next one meanwhile."""
+
+
 class WeightPusher:
-    """Makes rollout servers fetch versions from the learner.
+    """Makes rollout servers fetch versions from the learner or from each other.
 
     Args:
         fence: Identifies this coordinator.
@@ -39,23 +48,27 @@ class WeightPusher:
 
     def __init__(self, fence: trajectory_pb2.Fence, learner_target: str, timeout_s: float, budgets: Budgets) -> None:
         self._fence = fence
-        self._source = weights_pb2.WeightSource(target=learner_target)
+        self.learner_target = learner_target
         self._timeout_s = timeout_s
         self._budgets = budgets
 
-    async def activate(self, client: RolloutClient, version: weights_pb2.WeightVersion, digest: bytes) -> VersionRecord:
+    async def activate(
+        self, client: RolloutClient, version: weights_pb2.WeightVersion, digest: bytes, relay: str | None = None
+    ) -> VersionRecord:
         """Makes a server serve a version.
 
         Args:
             client: The server.
             version: Version wanted.
             digest: Digest that the learner states for it.
+            relay: Rollout server to fetch from; None means the learner.
 
         Raises:
             ServerLostError: The server does not answer.
+            RelayError: It could not fetch the version from the relay.
             RunError: It refuses the version, keeps failing to fetch it, or holds other weights after loading it.
         """
-        response = await self._update(client, version)
+        response = await self._update(client, version, relay)
         if response.version != version or response.digest != digest:
             raise RunError(
                 f"the rollout server at {client.target} serves {version_text(response.version)} with digest "
@@ -72,9 +85,10 @@ class WeightPusher:
         )
 
     async def _update(
-        self, client: RolloutClient, version: weights_pb2.WeightVersion
+        self, client: RolloutClient, version: weights_pb2.WeightVersion, relay: str | None
     ) -> rollout_pb2.UpdateWeightsResponse:
-        request = rollout_pb2.UpdateWeightsRequest(fence=self._fence, version=version, source=self._source)
+        source = weights_pb2.WeightSource(target=relay or self.learner_target)
+        request = rollout_pb2.UpdateWeightsRequest(fence=self._fence, version=version, source=source)
         loop = asyncio.get_running_loop()
         end = loop.time() + self._budgets.lost_s
         while True:
@@ -82,13 +96,18 @@ class WeightPusher:
                 return await client.update_weights(request, timeout_s=self._timeout_s)
             except RollwireError as error:
                 text = f"{version_text(version)} to the rollout server at {client.target}: {error}"
-                if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                late = error.code is grpc.StatusCode.DEADLINE_EXCEEDED
+                if relay is not None and (late or error.reason in _RELAY_FAULTS):
+                    raise RelayError(f"cannot bring {text}") from error
+                if late:
                     raise RunError(f"timeouts.update_s={self._timeout_s:g} was too short to bring {text}") from error
                 if error.reason in _TRY_AGAIN:
                     if loop.time() >= end:
                         raise RunError(f"gave up bringing {text}") from error
                 elif error.code in LOST_CODES:
                     raise ServerLostError(error.message) from error
+                elif error.reason == Reason.UNKNOWN_VERSION:
+                    raise UnknownVersionError(f"cannot bring {text}") from error
                 else:
                     raise RunError(f"cannot bring {text}") from error
             await asyncio.sleep(self._budgets.poll_s)

@@ -168,6 +168,9 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
     async def before_group(self, request: rollout_pb2.RunGroupRequest) -> None:
         await asyncio.sleep(0)
 
+    async def fetch(self, rollout: FakeRollout, request: rollout_pb2.UpdateWeightsRequest) -> None:
+        """Called with the server that fetches; tests replace it."""
+
     async def before_update(self) -> None:
         await asyncio.sleep(0)
 
@@ -184,6 +187,7 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.UpdateWeightsRequest, context: Any
     ) -> rollout_pb2.UpdateWeightsResponse:
         await self.before_update()
+        await self.fetch(self, request)
         assert request.source.target
         self.version = request.version
         self.updates.append(request.version.step)
@@ -338,6 +342,14 @@ class World:
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     world = World(tmp_path, rollouts=1)
+    await world.start()
+    yield world
+    await world.stop()
+
+
+@pytest.fixture
+async def many_rollouts(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path, rollouts=11)
     await world.start()
     yield world
     await world.stop()
