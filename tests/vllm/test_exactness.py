@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rollwire.rollout.engines.vllm_engine import VllmEngine
 from rollwire.rollout.engines.vllm_settings import VllmOptions
 from rollwire.rollout.engines.vllm_start import start_vllm_engine
 from rollwire.rollout.host_file import shared_memory
+from rollwire.rpc.digests import weights_digest
 from rollwire.rpc.errors import RollwireError
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_stream import HostTensor
@@ -27,6 +29,10 @@ RAW = trajectory_pb2.LOGPROB_MODE_RAW
 PROMPT = [(7 * position + 3) % 90 for position in range(41)]
 # Temperature, top-p, top-k.
 SETTINGS = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 5), (0.7, 0.9, 20), (0.0, 1.0, 0)]
+
+
+def tensors_digest(tensors: dict[str, HostTensor]) -> bytes:
+    return weights_digest((name, hashlib.sha256(tensor.data).digest()) for name, tensor in tensors.items())
 
 
 async def assert_scores(kit: Any, engine: VllmEngine, model: Any, bound: float = 1e-4) -> None:
@@ -87,6 +93,42 @@ async def test_tensors_in_shared_memory_are_loaded_from_where_they_are(kit: Any,
     await assert_scores(kit, shared_engine, model)
 
 
+async def test_staging_while_generating_changes_nothing_until_the_load(kit: Any, shared_engine: VllmEngine) -> None:
+    model = kit.make_model("qwen2_tied", seed=7)
+    await shared_engine.load_weights(kit.version(0), kit.host_tensors(model))
+    for step in (1, 2, 3, 4):
+        old = kit.host_tensors(model)
+        only = "layers.1" if step == 4 else ""
+        request = GenerationRequest(PROMPT, kit.sampling(60), step, 256)
+        running = [asyncio.create_task(kit.complete(shared_engine, request)) for _ in range(4)]
+        await asyncio.sleep(0.02)
+        before = kit.make_model("qwen2_tied")
+        before.load_state_dict(model.state_dict())
+        kit.perturb(model, 0.02, only)
+        tensors = kit.host_tensors(model, only)
+        await shared_engine.stage_weights(kit.version(step), tensors)
+        running.append(asyncio.create_task(kit.complete(shared_engine, request)))
+        for piece in await asyncio.gather(*running):
+            expected = kit.reference_logprobs(before, request, piece.token_ids)
+            assert float((torch.tensor(piece.logprobs) - expected).abs().max()) < 1e-4
+            assert piece.version == kit.version(step - 1)
+        assert await shared_engine.held_digest() == tensors_digest(old)
+        digest = await shared_engine.load_weights(kit.version(step), tensors)
+        assert digest == held_digest(model, torch.float32)
+        assert await shared_engine.held_digest() == digest
+        await assert_scores(kit, shared_engine, model)
+
+
+async def test_what_was_staged_is_used_only_for_its_own_tensors(kit: Any, shared_engine: VllmEngine) -> None:
+    staged, loaded = (kit.make_model("qwen2_tied", seed=seed) for seed in (8, 9))
+    await shared_engine.load_weights(kit.version(0), kit.host_tensors(loaded))
+    await shared_engine.stage_weights(kit.version(1), kit.host_tensors(staged))
+    kit.perturb(loaded)
+    digest = await shared_engine.load_weights(kit.version(1), kit.host_tensors(loaded))
+    assert digest == held_digest(loaded, torch.float32)
+    await assert_scores(kit, shared_engine, loaded)
+
+
 async def test_a_prefix_of_older_weights_is_never_used(kit: Any, shared_engine: VllmEngine) -> None:
     model = kit.make_model("qwen2_tied", seed=4)
     prompt = [(5 * position + 1) % 90 for position in range(200)]
@@ -115,7 +157,7 @@ async def test_weights_of_another_shape_are_refused_and_the_next_load_heals(
             await shared_engine.load_weights(kit.version(7), broken)
         with pytest.raises(Exception, match="main@7"):
             await kit.complete(shared_engine, request)
-        with pytest.raises(RollwireError, match="an engine that has no weights"):
+        with pytest.raises(RollwireError, match="the engine has no weights"):
             await shared_engine.load_weights(kit.version(8), kit.host_tensors(model, "norm"))
     digest = await shared_engine.load_weights(kit.version(8), tensors)
     assert digest == held_digest(model, torch.float32)
@@ -146,9 +188,12 @@ async def test_other_architectures_types_and_ranks(
     try:
         model = kit.make_model(name, seed=6).to(torch_type)
         assert dict(engine.layouts()) == layouts(model, torch_type)
-        for step in (1, 2):
+        for step in (1, 2, 3):
             kit.perturb(model)
-            digest = await engine.load_weights(kit.version(step), kit.host_tensors(model))
+            tensors = kit.host_tensors(model)
+            if step == 3:
+                await engine.stage_weights(kit.version(step), tensors)
+            digest = await engine.load_weights(kit.version(step), tensors)
             assert digest == held_digest(model, torch_type)
             assert await engine.held_digest() == digest
             requests = [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rollwire.rollout.engines.weight_copies import CopyWatch, MappedWeights
+from rollwire.rollout.engines.weight_copies import CopyWatch, MappedWeights, read_back
 from rollwire.rollout.host_file import HostFile
 from rollwire.rpc.weight_stream import TensorLayout
 from rollwire.serving.model_tensors import to_host
@@ -18,9 +18,9 @@ def mapped(**tensors: torch.Tensor) -> MappedWeights:
     return MappedWeights(file.path, file.entries)
 
 
-def read_back(watch: CopyWatch, weights: MappedWeights) -> dict[str, torch.Tensor]:
+def held_tensors(watch: CopyWatch, weights: MappedWeights) -> dict[str, torch.Tensor]:
     file = HostFile.empty({entry.name: TensorLayout(entry.dtype, entry.shape) for entry in weights.entries})
-    watch.read_back(MappedWeights(file.path, file.entries, writable=True))
+    read_back(watch.parts, MappedWeights(file.path, file.entries, writable=True))
     return {name: tensor.clone() for name, tensor in MappedWeights(file.path, file.entries).tensors.items()}
 
 
@@ -57,10 +57,10 @@ def test_fused_split_transposed_and_scalar_tensors_are_read_back_exactly() -> No
     watch = load(weights, loader)
     assert watch.differing() == []
     assert watch.transformed == set()
-    assert all(watch.held(name) == tensor.numel() for name, tensor in weights.tensors.items())
+    assert watch.held() == {name: tensor.numel() for name, tensor in weights.tensors.items()}
     parameters = {"fused": fused, "turned": turned, "scalar": scalar, "one": one, "nan": nan}
     assert watch.unwritten(parameters.items()) == []
-    found = read_back(watch, weights)
+    found = held_tensors(watch, weights)
     for name, original in originals.items():
         assert found[name].contiguous().view(-1).view(torch.uint8).equal(original.view(-1).view(torch.uint8)), name
 
@@ -72,7 +72,7 @@ def test_a_change_after_the_load_is_seen() -> None:
     assert watch.differing() == []
     parameter.data[2] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     assert watch.differing() == ["weight"]
-    assert read_back(watch, weights)["weight"][2] != 1
+    assert held_tensors(watch, weights)["weight"][2] != 1
 
 
 def test_narrowing_copies_differ_and_widening_copies_do_not() -> None:
@@ -95,7 +95,7 @@ def test_ignored_partial_and_transformed_tensors_are_told_apart() -> None:
 
     weights = mapped(ignored=torch.ones(2), partial=torch.ones(4), transformed=torch.ones(2))
     watch = load(weights, loader)
-    held = {name: watch.held(name) for name in weights.tensors}
+    held = watch.held()
     assert held == {"ignored": 0, "partial": 2, "transformed": 0}
     assert watch.transformed == {"transformed"}
 
@@ -124,7 +124,7 @@ def test_one_tensor_in_two_places_is_held_once_and_compared_twice() -> None:
 
     weights = mapped(embedding=torch.ones(3, 2))
     watch = load(weights, loader)
-    assert watch.held("embedding") == 6
+    assert watch.held() == {"embedding": 6}
     head[0, 0] = 2
     assert watch.differing() == ["embedding"]
 

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -30,6 +31,17 @@ LOAD_TIMEOUT_S: Final = 600.0
 _ABORT_PATIENCE_S: Final = 3.0
 _ABORT_INTERVAL_S: Final = 0.1
 _HEALTH_INTERVAL_S: Final = 1.0
+_STAGING_DEVICES: Final = ("cpu",)
+# Generation waits for one slice at a time; a large tensor takes longer than that.
+_STAGE_SLICE_S: Final = 0.005
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A second set of weights in the engine: the tensors it was made from, and their SHA-256."""
+
+    tensors: Mapping[str, HostTensor]
+    sha256: dict[str, bytes]
 
 
 class VllmEngine:
@@ -63,6 +75,8 @@ class VllmEngine:
         self._version = weights_pb2.WeightVersion()
         self._digests: dict[str, bytes] = {}
         self._unverified: list[str] = []
+        self._staged: _Staged | None = None
+        self._staging_refused = False
         self._fault = "the engine has no weights yet"
         self._generated_tokens = 0
 
@@ -118,6 +132,44 @@ class VllmEngine:
                         async with asyncio.timeout(_ABORT_INTERVAL_S):
                             await self._none_running.wait()
 
+    async def stage_weights(
+        self,
+        version: weights_pb2.WeightVersion,
+        tensors: Mapping[str, HostTensor],
+        sha256: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Makes a second set of weights in the engine while it generates, so that `load_weights` only has to switch.
+
+        Optional, and without effect where it is not possible: on accelerators, which have no memory to spare, before
+        the first load, and for models whose loader computes with the tensors. Arguments as for `load_weights`, which
+        must then be given the same `tensors` object.
+
+        Raises:
+            RollwireError: INTERNAL / `INTERNAL`: there is no memory for it, or what was staged differs from what was
+                sent. The active weights are not affected.
+        """
+        self._staged = None
+        if self._description.device not in _STAGING_DEVICES or not self._digests or self._staging_refused:
+            return
+        file = await _in_shared_memory(lambda: HostFile.around(tensors))
+        digests = dict(sha256) if sha256 is not None else await asyncio.to_thread(_tensor_digests, file)
+        complete = tensors.keys() >= self._names.layouts.keys()
+        await self._call("rl_stage", file.path, wire_entries(file.entries), complete)
+        reports: list[dict[str, Any]] = []
+        while not reports or not all(report["done"] for report in reports):  # ranks do not proceed alike
+            reports = await self._call("rl_stage_some", _STAGE_SLICE_S)
+        refusals = [report["refused"] for report in reports if report["refused"]]
+        differing = sorted({name for report in reports for name in report["differing"]})
+        if refusals or differing:
+            await self._call("rl_drop")
+        if differing:
+            raise _internal(f"staging {version_text(version)} failed: {differing[:3]} differ from what was sent")
+        if refusals:
+            self._staging_refused = True
+            _log.warning("weights cannot be staged, updates pause generation for longer", reason=refusals[0])
+            return
+        self._staged = _Staged(tensors, digests)
+
     async def load_weights(
         self,
         version: weights_pb2.WeightVersion,
@@ -139,18 +191,22 @@ class VllmEngine:
             RollwireError: INTERNAL / `INTERNAL`: there is no memory for the hand-over, or the engine does not hold what
                 it was sent. In the latter case nothing is generated until a load of all tensors succeeds.
         """
-        layouts = self._names.layouts
-        complete = tensors.keys() >= layouts.keys()
+        complete = tensors.keys() >= self._names.layouts.keys()
         if not complete and not self._digests:
-            raise _internal(f"{len(tensors)} of {len(layouts)} tensors were given to an engine that has no weights")
-        file = await _in_shared_memory(lambda: HostFile.around(tensors))
-        hashing = asyncio.to_thread(lambda: dict(sha256) if sha256 is not None else _tensor_digests(file))
+            raise _internal(f"{len(tensors)} of {len(self._names.layouts)} tensors, and the engine has no weights")
+        staged, self._staged = self._staged, None
+        if staged is not None and staged.tensors is not tensors:
+            staged = None
+        file = await _in_shared_memory(lambda: HostFile.around(tensors)) if staged is None else None
         kept, self._digests = self._digests, {}
         self._fault = f"loading {version_text(version)} has not ended"
         try:
-            load = self._call("rl_load", file.path, wire_entries(file.entries), self._names.aliases, complete)
-            reports, digests = await asyncio.gather(load, hashing)
-            unverified = check_reports(file.entries, reports)
+            if file is not None:
+                digests, unverified = await self._load(file, sha256, complete)
+            else:
+                assert staged is not None
+                await self._call("rl_flip")
+                digests, unverified = staged.sha256, []
         except (WeightsNotHeldError, RollwireError) as error:
             cause = error.message if isinstance(error, RollwireError) else str(error)
             self._fault = f"loading {version_text(version)} failed: {cause}"
@@ -275,6 +331,15 @@ class VllmEngine:
                     break
                 return [float(value) for value in output.prompt_logprobs.logprobs[-len(drawn) :]]
         raise GenerationError("the scoring of raw log-probabilities was aborted")
+
+    async def _load(
+        self, file: HostFile, sha256: Mapping[str, bytes] | None, complete: bool
+    ) -> tuple[dict[str, bytes], list[str]]:
+        """Loads a file into the live weights; returns digests by name, and the names of what cannot be compared."""
+        hashing = asyncio.to_thread(lambda: dict(sha256) if sha256 is not None else _tensor_digests(file))
+        load = self._call("rl_load", file.path, wire_entries(file.entries), self._names.aliases, complete)
+        reports, digests = await asyncio.gather(load, hashing)
+        return digests, check_reports(file.entries, reports)
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of `RolloutWorker` on every rank, between engine steps."""

@@ -12,6 +12,8 @@ import os
 import select
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -20,12 +22,16 @@ from vllm.platforms import current_platform
 
 from rollwire.rollout.engines.expert_names import split_experts
 from rollwire.rollout.engines.vllm_settings import LOGPROBS_MODE, OWNER_VARIABLE
-from rollwire.rollout.engines.weight_copies import CopyWatch, MappedWeights
+from rollwire.rollout.engines.weight_copies import CopyWatch, MappedWeights, Parts, read_back
+from rollwire.rollout.engines.weight_stage import CannotStageError, WeightStage
 from rollwire.rollout.host_file import FileEntry
 
-_PACKED: Final = (
-    "{} packed on the CPU in a way that cannot be updated; use rollout.engine=transformers for this architecture"
+# Weights with these methods are used as they are loaded, but for the CPU's packed copies.
+_PLAIN_METHODS: Final = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_NOT_ON_CPU: Final = (
+    "{} is packed on the CPU in a way that cannot be updated; use rollout.engine=transformers for this architecture"
 )
+_PACKED: Final = "cpu_linear"
 pack_linear = linear_layers.dispatch_cpu_unquantized_gemm
 
 
@@ -43,8 +49,14 @@ class RolloutWorker:
         Raises:
             ValueError: The model's weights cannot be updated on this device.
         """
-        if current_platform.is_cpu() and reloads(self.model_runner.model):
-            raise ValueError(_PACKED.format("the weights of experts are"))
+        processed = processed_layers(self.model_runner.model)
+        if processed and current_platform.is_cpu():
+            raise ValueError(_NOT_ON_CPU.format(f"the weight of {processed[0]}"))
+        self.rl_reload = bool(processed)
+        self.rl_parts: Parts = {}
+        self.rl_transformed: set[str] = set()
+        self.rl_spare: dict[int, torch.Tensor] = {}
+        self.rl_drop()
         # vllm-ascend makes its sampler without arguments and so ignores the engine's `logprobs_mode`.
         sampler = self.model_runner.sampler
         sampler.logprobs_mode = LOGPROBS_MODE
@@ -81,48 +93,104 @@ class RolloutWorker:
             (alias, source.tensors[name]) for alias, name in aliases.items() if alias in made and name in source.tensors
         ]
         with watch, torch.no_grad():
-            if reloads(model):
+            if self.rl_reload:
                 self.model_runner.reload_weights(weights_iterator=split_experts(named))
             else:
                 model.load_weights(iter(named))
-        if reloads(model):
-            pack(model)
+        if self.rl_reload:
             # The layers were rebuilt and processed after the copies: what these wrote to is gone.
             return {"held": {}, "differing": [], "transformed": list(source.tensors), "stale": []}
-        report = {
-            "held": {name: watch.held(name) for name in source.tensors},
+        pack(model, {id(parameter) for parameter in watch.touched(model.parameters())})
+        self.rl_drop()
+        self.rl_parts = watch.parts if complete else self.rl_parts | watch.parts
+        self.rl_transformed = watch.transformed if complete else self.rl_transformed | watch.transformed
+        return {
+            "held": watch.held(),
             "differing": watch.differing(),
             "transformed": sorted(watch.transformed),
             "stale": watch.unwritten(model.named_parameters()) if complete else [],
         }
-        watch.release_source()
-        pack(model)
-        previous: CopyWatch | None = getattr(self, "rl_watch", None)
-        if previous is not None and not complete:
-            watch.parts = previous.parts | watch.parts
-        self.rl_watch = watch
-        return report
 
     def rl_read_back(self, path: str, entries: list[list[Any]]) -> None:
         """Writes what this rank holds into a file, in the checkpoint's layout."""
-        watch: CopyWatch | None = getattr(self, "rl_watch", None)
-        if watch is not None:
-            watch.read_back(MappedWeights(path, [FileEntry(*entry) for entry in entries], writable=True))
+        read_back(self.rl_parts, MappedWeights(path, [FileEntry(*entry) for entry in entries], writable=True))
+
+    def rl_stage(self, path: str, entries: list[list[Any]], complete: bool) -> None:
+        """Begins to make a second set of weights from a file, beside the set that computes.
+
+        Args:
+            path: `HostFile.path`.
+            entries: The file's entries as lists.
+            complete: As for `rl_load`.
+        """
+        self.rl_drop()
+        source = MappedWeights(path, [FileEntry(*entry) for entry in entries])
+        self.rl_second: Any = WeightStage(
+            self.model_runner.model, self.rl_parts, self.rl_spare, complete=complete, packed=_PACKED, pack=_packed
+        )
+        self.rl_steps: Iterator[None] = self.rl_second.fill(source, self.rl_transformed)
+
+    def rl_stage_some(self, seconds: float) -> dict[str, Any]:
+        """Goes on for about `seconds`, so that generation waits for no longer than that.
+
+        Returns:
+            `done`: the second set is complete. `differing`: as for `rl_load`. `refused`: why this model cannot be
+            updated like that, else empty.
+        """
+        end = time.monotonic() + seconds
+        try:
+            for _ in self.rl_steps:
+                if time.monotonic() >= end:
+                    return {"done": False, "differing": [], "refused": ""}
+        except CannotStageError as error:
+            self.rl_drop()
+            return {"done": True, "differing": [], "refused": str(error)}
+        return {"done": True, "differing": self.rl_second.differing, "refused": ""}
+
+    def rl_flip(self) -> None:
+        """Puts the second set in place of the first.
+
+        Raises:
+            ValueError: The second set is not complete, or not what was sent.
+        """
+        if self.rl_second is None or next(self.rl_steps, self) is not self or self.rl_second.differing:
+            raise ValueError("there is no complete second set of weights")
+        self.rl_parts = self.rl_second.flip()
+        self.rl_drop()
+
+    def rl_drop(self) -> None:
+        """Gives a second set up that was not put in place."""
+        self.rl_second = None
+        self.rl_steps = iter(())
 
 
-def reloads(model: torch.nn.Module) -> bool:
-    """Tells whether a model is loaded anew layer by layer, because its layers process their weights after loading.
+def processed_layers(model: torch.nn.Module) -> list[str]:
+    """Returns the names of layers that compute with something else than the weights that were loaded into them.
 
-    Those of experts are permuted, so that a checkpoint tensor cannot be copied into them in place.
+    The weights of experts are permuted or packed, quantised ones converted, and latent attention keeps products of
+    some. Copied into such layers, the tensors of a checkpoint give nonsense, without an error.
     """
-    return any(hasattr(module, "w13_weight") for module in model.modules())
+    return [
+        name
+        for name, module in model.named_modules()
+        if not type(getattr(module, "quant_method", None)).__name__.endswith((*_PLAIN_METHODS, "NoneType"))
+        or hasattr(module, "W_UV")
+    ]
 
 
-def pack(model: torch.nn.Module) -> None:
-    """Renews the packed copies of all weights; nothing to do on devices that have none."""
+def pack(model: torch.nn.Module, touched: set[int]) -> None:
+    """Renews the packed copies of weights, given by id; nothing to do on devices that have none."""
     for module in model.modules():
-        if hasattr(module, "cpu_linear"):
+        if hasattr(module, _PACKED) and id(module.weight) in touched:
             pack_linear(module, remove_weight=False)
+
+
+def _packed(module: torch.nn.Module, weight: torch.Tensor) -> object:
+    """Packs a weight that is not in the module yet; returns what `pack_linear` would give the module."""
+    stand_in = torch.nn.Module()
+    stand_in.weight = torch.nn.Parameter(weight, requires_grad=False)
+    pack_linear(stand_in, remove_weight=False)
+    return getattr(stand_in, _PACKED)
 
 
 def _pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -133,7 +201,7 @@ def _pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
     """
     weight: Any = layer.weight
     if weight.ndim != 2 and not weight.is_meta:
-        raise ValueError(_PACKED.format(f"a weight of shape {list(weight.shape)} is"))
+        raise ValueError(_NOT_ON_CPU.format(f"a weight of shape {list(weight.shape)}"))
     pack_linear(layer, remove_weight=False)
 
 

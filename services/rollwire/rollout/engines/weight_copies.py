@@ -87,6 +87,10 @@ class Part:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.first)
 
 
+Parts = dict[str, list[Part]]
+"""Where the pieces of each tensor of a checkpoint are, by its name."""
+
+
 class CopyWatch(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
     """Records, while active, where the contents of mapped weights are copied.
 
@@ -100,8 +104,8 @@ class CopyWatch(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
 
     def __init__(self, source: MappedWeights) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._source: MappedWeights | None = source
-        self.parts: dict[str, list[Part]] = {entry.name: [] for entry in source.entries}
+        self._source = source
+        self.parts: Parts = {entry.name: [] for entry in source.entries}
         self.transformed: set[str] = set()
         self._written: list[torch.Tensor] = []
         self._read_as_number: torch.Tensor | None = None
@@ -135,33 +139,23 @@ class CopyWatch(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
             if sum(written.get(parameter.untyped_storage().data_ptr(), {}).values()) < parameter.numel()
         ]
 
-    def held(self, name: str) -> int:
-        """Returns how many elements of a source tensor are held here."""
-        distinct = {(part.first, part.size, part.stride) for part in self.parts[name]}
-        return sum(math.prod(size) for _, size, _ in distinct)
+    def touched(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Returns the parameters of which anything was written."""
+        written = {view.untyped_storage().data_ptr() for view in self._written}
+        return [parameter for parameter in parameters if parameter.untyped_storage().data_ptr() in written]
+
+    def held(self) -> dict[str, int]:
+        """Returns how many elements of each source tensor are held here."""
+        return held_elements(self.parts)
 
     def differing(self) -> list[str]:
         """Returns the names of tensors of which any held piece is not bit for bit the source's."""
-        assert self._source is not None
         tensors = self._source.tensors
         return [
             name
             for name, parts in self.parts.items()
-            if not all(_same_bits(part.destination, part.of(tensors[name])) for part in parts)
+            if not all(same_bits(part.destination, part.of(tensors[name])) for part in parts)
         ]
-
-    def read_back(self, target: MappedWeights) -> None:
-        """Writes what is held into a file with the source's layout."""
-        with torch.no_grad():
-            for name, parts in self.parts.items():
-                for part in parts:
-                    part.of(target.tensors[name]).copy_(part.destination)
-
-    def release_source(self) -> None:
-        """Lets go of the source's memory; `differing` is unusable from then on."""
-        self._source = None
-        self._read_as_number = None
-        self._written.clear()
 
     def _copied(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self._read_as_number = None
@@ -184,11 +178,24 @@ class CopyWatch(TorchDispatchMode):  # type: ignore[misc, no-untyped-call]
                 self._note_transformed(item)
 
     def _locate(self, tensor: torch.Tensor) -> tuple[FileEntry, int] | None:
-        assert self._source is not None
         return self._source.locate(tensor)
 
 
-def _same_bits(held: torch.Tensor, sent: torch.Tensor) -> bool:
+def held_elements(parts: Parts) -> dict[str, int]:
+    """Returns how many elements of each tensor are somewhere; a piece that is in two places counts once."""
+    distinct = {name: {(part.first, part.size, part.stride) for part in pieces} for name, pieces in parts.items()}
+    return {name: sum(math.prod(size) for _, size, _ in pieces) for name, pieces in distinct.items()}
+
+
+def read_back(parts: Parts, target: MappedWeights) -> None:
+    """Writes what is held into a file with the checkpoint's layout."""
+    with torch.no_grad():
+        for name, pieces in parts.items():
+            for part in pieces:
+                part.of(target.tensors[name]).copy_(part.destination)
+
+
+def same_bits(held: torch.Tensor, sent: torch.Tensor) -> bool:
     """Compares after widening or narrowing to the type that was sent; a NaN equals itself."""
     back = held.detach().to(device="cpu", dtype=sent.dtype).contiguous()
     bits = _BITS[sent.element_size()]
