@@ -280,8 +280,8 @@ async def test_readers_beside_updates_get_whole_versions_or_errors(serve: Any, p
         for step in range(1, 8):
             digests[step] = publisher.publish(step)
             await bench.update(step, source=source(publisher.target))
-        while 7 not in seen:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while seen.count(7) < 3 and not any(reader.done() for reader in readers):
+                await asyncio.sleep(0.01)
         stop.set()
         await asyncio.gather(*readers)
-        assert len(seen) >= 3
