@@ -42,10 +42,14 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     phases = " + ".join(f"{name} {metrics.get(f'time/{key}', 0.0):.1f}" for name, key in _PHASES)
     parts.append(f"{metrics['time/step_total']:.1f} s ({phases})")
     if metrics["scheduler/group_filter_count"]:
-        parts.append(f"{metrics['scheduler/group_filter_count']:.0f} groups without signal")
+        parts.append(f"{_count(metrics['scheduler/group_filter_count'], 'group')} without signal")
     if metrics["scheduler/failed"]:
-        parts.append(f"{metrics['scheduler/failed']:.0f} episodes failed so far")
+        parts.append(f"{_count(metrics['scheduler/failed'], 'episode')} failed so far")
     return "  ".join(parts)
+
+
+def _count(number: float, noun: str) -> str:
+    return f"{number:.0f} {noun}" if number == 1 else f"{number:.0f} {noun}s"
 
 
 def validation_line(step: int, kind: str, metrics: Mapping[str, float]) -> str:
@@ -56,7 +60,7 @@ def validation_line(step: int, kind: str, metrics: Mapping[str, float]) -> str:
     success = mean_of(metrics, f"{kind}/env", "success")
     if success is not None:
         parts.append(f"success {success:.3f}")
-    parts.append(f"{metrics[f'{kind}/episodes']:.0f} episodes")
+    parts.append(_count(metrics[f"{kind}/episodes"], "episode"))
     if metrics[f"{kind}/failed"]:
         parts.append(f"{metrics[f'{kind}/failed']:.0f} failed")
     return "  ".join(parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,10 +72,21 @@ def print_summary(console: Console, summary: RunSummary, run_dir: RunDir) -> Non
         *([f"stopped early  {summary.stop_cause}"] if summary.stop_cause is not None else []),
         f"run directory  {run_dir.path}",
         f"policy         {summary.export_path}",
-        f"curves         tensorboard --logdir {_shortest(run_dir.event_dir.parent)}",
+        f"curves         {_tensorboard()} --logdir {_shortest(run_dir.event_dir.parent)}",
     ]
+    if totals.samples and not totals.trained:
+        lines.insert(
+            1,
+            "nothing was trained: in every group all scores were equal, so no step had a signal. "
+            "Can this model play this environment at all?",
+        )
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _tensorboard() -> str:
+    """Returns how to start TensorBoard: by name if the shell finds it, else by the path next to this interpreter."""
+    return "tensorboard" if shutil.which("tensorboard") else _shortest(Path(sys.executable).parent / "tensorboard")
 
 
 def _shortest(path: Path) -> str:

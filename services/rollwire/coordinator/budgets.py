@@ -55,8 +55,10 @@ class FailureBudget:
         self._in_a_row += 1
         if self._in_a_row <= self.limit:
             return
-        why = f"{reason_name(failures[-1].reason)}: {failures[-1].message}" if failures else "no reason was given"
-        raise RunError(
-            f"{self._in_a_row} groups in a row failed, the last one {description}: {' '.join(why.split())}; "
-            "repair the environment or the rollout server and start again"
-        )
+        raise RunError(f"{self._in_a_row} groups in a row failed, the last one {description}: {explain(failures)}")
+
+
+def explain(failures: Sequence[trajectory_pb2.EpisodeFailure]) -> str:
+    """Returns why the last of some episodes failed, in one line, and what to do."""
+    why = f"{reason_name(failures[-1].reason)}: {failures[-1].message}" if failures else "no reason was given"
+    return f"{' '.join(why.split())}; the servers' logs have the details: mend the cause and start again"

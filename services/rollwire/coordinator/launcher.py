@@ -68,6 +68,7 @@ def child_command(kind: Kind, run_dir: Path) -> list[str]:
     """Returns the command line of a server: what it writes belongs into the run's directory."""
     return [
         sys.executable,
+        "-P",  # as with the `rollwire` script, the working directory is no place to import from
         "-m",
         "rollwire.cli.main",
         "serve",

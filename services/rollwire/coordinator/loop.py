@@ -61,11 +61,13 @@ class Totals:
 
     Attributes:
         samples: Trajectories consumed.
+        trained: Those of them that entered an optimizer step.
         tokens: Tokens of those trajectories.
         validations: Steps done and metrics of each validation, in order.
     """
 
     samples: int = 0
+    trained: int = 0
     tokens: int = 0
     validations: list[tuple[int, str, Metrics]] = field(default_factory=list)
 
@@ -190,6 +192,7 @@ class StepLoop:
         """Returns the metrics of a step's data and scheduling, and adds the step to the totals."""
         parts = self._parts
         self.totals.samples += len(batch.consumed)
+        self.totals.trained += len(batch.trained)
         return {
             **batch_metrics(batch),
             **scheduler_metrics(parts.pump.tally, parts.pump.dropped),

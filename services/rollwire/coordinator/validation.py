@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from rollwire.coordinator.budgets import FailureBudget
+from rollwire.coordinator.budgets import FailureBudget, explain
+from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.groups import GroupPlan, GroupProgress, Tally
 from rollwire.coordinator.ledger_schema import ValidationRecord
 from rollwire.coordinator.player import GroupPlayer
@@ -72,6 +73,9 @@ async def validate(
     played = await run_all(play(plan) for plan in plans)
     assert tally.in_flight == 0, "requested = completed + failed does not hold"
     trajectories = [trajectory for progress in played for trajectory in progress.trajectories]
+    if plans and not trajectories:
+        why = explain([failure for progress in played for failure in progress.failures])
+        raise RunError(f"all {len(plans)} validation episodes failed, the last one with {why}")
     records = [
         ValidationRecord(
             kind=kind,

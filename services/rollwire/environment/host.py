@@ -84,6 +84,7 @@ class EnvironmentHost:
         self.disabled = False
         self._disable_after_failures = disable_after_failures
         self._failures_in_a_row = 0
+        self._last_failure = ""
         self._on_loop = registered.built_in
         self._known_modes: object = None
         self._drawings = asyncio.Semaphore(CONCURRENT_DRAWINGS)
@@ -105,8 +106,8 @@ class EnvironmentHost:
         if self.disabled:
             raise precondition(
                 Reason.ENVIRONMENT_DISABLED,
-                f"environment {self.registered.tag} is disabled: {self._failures_in_a_row} episodes in a row failed; "
-                "see the server's log, repair the environment, and restart the server",
+                f"environment {self.registered.tag} is disabled: {self._failures_in_a_row} episodes in a row failed, "
+                f"the last one with {self._last_failure}; mend it and restart the environment server",
                 environment_tag=self.registered.tag,
             )
         try:
@@ -238,13 +239,14 @@ class EnvironmentHost:
 
     def _count_failure(self, found: pb.EnvironmentFailure) -> None:
         self._failures_in_a_row += 1
+        self._last_failure = f"{found.type}: {found.message}"
         if self._failures_in_a_row >= self._disable_after_failures and not self.disabled:
             self.disabled = True
             _log.error(
                 "environment disabled until the server restarts",
                 environment_tag=self.registered.tag,
                 failed_episodes_in_a_row=self._failures_in_a_row,
-                last_failure=f"{found.type}: {found.message}",
+                last_failure=self._last_failure,
             )
 
     def _learn_aggregation(self, modes: Any) -> None:

@@ -88,7 +88,7 @@ class Exporter:
         config.save_pretrained(directory)
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(directory)
-        (directory / _RECORD).write_text(json.dumps(_record(manifest), indent=1))
+        (directory / _RECORD).write_text(json.dumps(_record(manifest), indent=1) + "\n")
 
     def _save_model(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         """Writes weights and generation configuration, the latter as it came.

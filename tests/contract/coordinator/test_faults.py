@@ -101,6 +101,12 @@ async def test_an_environment_that_always_fails_is_found_by_the_first_validation
     assert not any(request.group_id[0] == "g" for request in world.rollout.requests)
 
 
+async def test_a_small_validation_without_a_single_result_ends_the_run(world: Any) -> None:
+    world.rollout.play = lambda request, episode: failure("the lake is dry")
+    with pytest.raises(RunError, match=r"all 2 validation episodes failed, the last one with .*the lake is dry"):
+        await world.run("validation.episodes=2")
+
+
 async def test_failed_validation_episodes_are_counted_and_lower_no_score(world: Any) -> None:
     world.rollout.play = lambda request, episode: failure() if request.group_id.endswith("-000001") else 1.0
     await world.run("run.max_steps=1")

@@ -135,7 +135,7 @@ async def test_a_stubborn_child_and_its_own_children_are_killed(
 
 def test_the_command_of_a_server(tmp_path: Path) -> None:
     command = child_command("rollout", tmp_path)
-    assert command[:5] == [sys.executable, "-m", "rollwire.cli.main", "serve", "rollout"]
+    assert command[:6] == [sys.executable, "-P", "-m", "rollwire.cli.main", "serve", "rollout"]
     assert f"run.output_dir={tmp_path}" in command, "what a server writes belongs into the run's directory"
     assert f"--parent-pid={os.getpid()}" in command
 

@@ -124,7 +124,7 @@ async def test_repeated_failures_disable_the_tag_and_no_other(
             await client.open_session(opening("Troublesome"))
         assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
         assert caught.value.reason == Reason.ENVIRONMENT_DISABLED
-        assert "3 episodes in a row failed" in caught.value.message
+        assert "3 episodes in a row failed, the last one with" in caught.value.message
         assert "environment disabled until the server restarts" in "".join(capsys.readouterr())
         assert "Troublesome" not in [item.tag for item in (await client.list_environments()).environments]
         assert not (await client.step(survivor.session_id, 0, "a")).HasField("failure")

@@ -44,7 +44,7 @@ def text_of(summary: RunSummary) -> str:
 
 
 def test_the_summary_says_what_and_where() -> None:
-    totals = Totals(samples=1280, tokens=654321, validations=[validation(0, 0.25), validation(10, 0.75)])
+    totals = Totals(samples=1280, trained=640, tokens=654321, validations=[validation(0, 0.25), validation(10, 0.75)])
     text = text_of(RunSummary(totals, 10, 61.4, "/out/runs/lake/now/export/final", None))
     for part in (
         "0.250",
@@ -52,10 +52,18 @@ def test_the_summary_says_what_and_where() -> None:
         "10 steps, 1,280 episodes, 654,321 tokens in 61 s",
         "run directory  /out/runs/lake/now\n",
         "/out/runs/lake/now/export/final",
-        "tensorboard --logdir /out/tensorboard/lake\n",
+        "tensorboard --logdir /out/tensorboard/lake\n",  # with or without a directory in front
     ):
         assert part in text
     assert "stopped" not in text
+    assert "nothing was trained" not in text
+
+
+def test_a_run_without_any_signal_says_so() -> None:
+    totals = Totals(samples=32, tokens=100, validations=[validation(0, 0.0)])
+    assert "nothing was trained: in every group all scores were equal" in text_of(
+        RunSummary(totals, 2, 3.0, "/e", None)
+    )
 
 
 def test_a_run_that_was_stopped_says_so() -> None:
