@@ -178,8 +178,8 @@ from rollwire.rollout.engines.vllm_start import start_vllm_engine
 from rollwire.serving.config.sections import ModelSection
 
 async def main():
-    await start_vllm_engine(ModelSection(path=sys.argv[1]), device="cpu", max_sequence_tokens=64,
-                            max_concurrent_sequences=4)
+    engine = await start_vllm_engine(ModelSection(path=sys.argv[1]), device="cpu", max_sequence_tokens=64,
+                                     max_concurrent_sequences=4)
     print("ready", flush=True)
     await asyncio.sleep(600)
 

@@ -81,6 +81,7 @@ def test_logprobs_of_drawn_tokens() -> None:
     assert drawn_logprobs(sampling(), output([5, 6], [-0.5, -1.5])) == [-0.5, -1.5]
     assert drawn_logprobs(sampling(temperature=0.0), output([5, 6], [-0.5, -1.5])) == [0.0, 0.0]
     assert drawn_logprobs(sampling(temperature=0.0, logprob_mode=RAW), output([5], [-0.5])) == [-0.5]
+    assert drawn_logprobs(sampling(), output([], [-0.5])) == []
     for value in (float("nan"), float("-inf")):
         with pytest.raises(GenerationError, match="not finite"):
             drawn_logprobs(sampling(), output([5], [value]))

@@ -62,6 +62,9 @@ def drawn_logprobs(sampling: Sampling, output: Any) -> list[float]:
     Raises:
         GenerationError: One of them is not finite: the model computed NaN.
     """
+    if not output.token_ids:
+        # An aborted stream's last piece: there vLLM repeats log-probabilities that it has delivered.
+        return []
     logprobs = [float(value) for value in output.logprobs.logprobs]
     if len(logprobs) != len(output.token_ids):
         raise GenerationError(f"vllm gave {len(logprobs)} log-probabilities for {len(output.token_ids)} tokens")
