@@ -8,7 +8,7 @@ INTERNAL with an id that the log holds beside the stack trace.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -21,35 +21,27 @@ from rollwire.rpc.ids import new_id
 from rollwire.serving.logs import get_logger
 
 _log = get_logger(__name__)
-_EXEMPT = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
 Handler: TypeAlias = Any  # grpc.RpcMethodHandler; grpc ships no types
 Context: TypeAlias = Any  # grpc.aio.ServicerContext
 
 
-class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """The interceptor that all Rollwire servers install. `draining` makes it refuse new calls."""
+class CallGate:
+    """Stands between gRPC and every handler of a server. `draining` makes it refuse new calls.
+
+    Handlers are wrapped once, when they are registered: a `grpc.aio.ServerInterceptor` would do the same work for each
+    call and costs more than a small handler itself.
+    """
 
     def __init__(self) -> None:
         self.draining = False
-        self._wrapped: dict[str, Handler] = {}
 
-    async def intercept_service(
-        self, continuation: Callable[[Any], Awaitable[Handler | None]], handler_call_details: Any
-    ) -> Handler | None:
-        """Returns the wrapped handler of a method; health checks and reflection pass unchanged."""
-        method: str = handler_call_details.method
-        known = self._wrapped.get(method)
-        if known is not None:
-            return known
-        handler = await continuation(handler_call_details)
-        if handler is None or method.startswith(_EXEMPT):
-            return handler
-        wrapped = self._wrap(method, handler)
-        self._wrapped[method] = wrapped  # bounded: only methods that the server has
-        return wrapped
+    def guard(self, server: Any) -> GuardedServer:
+        """Returns what services register with instead of the server itself."""
+        return GuardedServer(server, self)
 
-    def _wrap(self, method: str, handler: Handler) -> Handler:
+    def wrap(self, method: str, handler: Handler) -> Handler:
+        """Returns a handler that parses, admits and maps errors around another one."""
         kinds = {
             (False, False): (grpc.unary_unary_rpc_method_handler, self._unary, handler.unary_unary),
             (True, False): (grpc.stream_unary_rpc_method_handler, self._unary, handler.stream_unary),
@@ -94,6 +86,42 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 Reason.DEADLINE_REQUIRED,
                 "the call has no deadline; every call to a Rollwire server needs one (timeout= in Python)",
             )
+
+
+class GuardedServer:
+    """The part of `grpc.aio.Server` that generated code registers handlers with; wraps them all."""
+
+    def __init__(self, server: Any, gate: CallGate) -> None:
+        self._server = server
+        self._gate = gate
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
+        """Adds handlers that are found by name."""
+        self._server.add_generic_rpc_handlers(tuple(_GuardedHandlers(handler, self._gate) for handler in handlers))
+
+    def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Handler]) -> None:
+        """Adds the handlers of one service by method name."""
+        wrapped = {name: self._gate.wrap(f"/{service_name}/{name}", handler) for name, handler in handlers.items()}
+        self._server.add_registered_method_handlers(service_name, wrapped)
+
+
+class _GuardedHandlers(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Wraps each handler that another collection finds, once per method."""
+
+    def __init__(self, inner: Any, gate: CallGate) -> None:
+        self._inner = inner
+        self._gate = gate
+        self._wrapped: dict[str, Handler] = {}  # bounded: only methods that the collection has
+
+    def service(self, handler_call_details: Any) -> Handler | None:
+        method: str = handler_call_details.method
+        known = self._wrapped.get(method)
+        if known is None:
+            handler = self._inner.service(handler_call_details)
+            if handler is None:
+                return None
+            known = self._wrapped[method] = self._gate.wrap(method, handler)
+        return known
 
 
 def _reader(handler: Handler) -> Callable[[Any], Any]:

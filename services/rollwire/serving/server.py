@@ -105,7 +105,6 @@ async def serving(
     _check_binding(binding)
     gate = CallGate()
     server = grpc.aio.server(
-        interceptors=[gate],
         options=server_options(service.message_bytes),
         maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
     )
@@ -114,7 +113,7 @@ async def serving(
     await health_servicer.set("", _SERVING)
     readiness = Readiness(health_servicer, service.full_name)
     await readiness.set(False)
-    service.register(server)
+    service.register(gate.guard(server))
     if binding.debug_services:
         _add_reflection(server, service.full_name)
     address = _bind(server, binding)
