@@ -178,6 +178,7 @@ async def test_other_architectures_types_and_ranks(
     kit: Any, model_directory: Callable[[str], Path], name: str, dtype: str, ranks: int, bound: float
 ) -> None:
     torch_type = getattr(torch, dtype)
+    shared_before = {path.name for path in Path("/dev/shm").glob("*cpushm*")}
     engine = await start_vllm_engine(
         ModelSection(path=str(model_directory(name)), dtype=dtype),  # type: ignore[arg-type]
         device="cpu",
@@ -206,3 +207,4 @@ async def test_other_architectures_types_and_ranks(
                 assert float((torch.tensor(piece.logprobs) - expected).abs().max()) < bound
     finally:
         await engine.close()
+    assert {path.name for path in Path("/dev/shm").glob("*cpushm*")} <= shared_before

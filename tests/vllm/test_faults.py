@@ -175,11 +175,13 @@ async def test_sequences_longer_than_the_model_are_refused(model_directory: Call
 _OWNER = """
 import asyncio, sys
 from rollwire.rollout.engines.vllm_start import start_vllm_engine
+from rollwire.rollout.engines.vllm_settings import VllmOptions
 from rollwire.serving.config.sections import ModelSection
 
 async def main():
     engine = await start_vllm_engine(ModelSection(path=sys.argv[1]), device="cpu", max_sequence_tokens=64,
-                                     max_concurrent_sequences=4)
+                                     max_concurrent_sequences=4,
+                                     options=VllmOptions(tensor_parallel_size=int(sys.argv[2])))
     print("ready", flush=True)
     await asyncio.sleep(600)
 
@@ -188,12 +190,18 @@ if __name__ == "__main__":
 """
 
 
-async def test_processes_end_with_their_owner(model_directory: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_processes_end_with_their_owner(
+    model_directory: Callable[[str], Path], tmp_path: Path, ranks: int
+) -> None:
+    shared_before = {path.name for path in Path("/dev/shm").glob("*cpushm*")}
     script = tmp_path / "owner.py"
     script.write_text(_OWNER)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     owner = subprocess.Popen(
-        [sys.executable, str(script), str(model_directory("llama_untied"))], stdout=subprocess.PIPE, env=environment
+        [sys.executable, str(script), str(model_directory("llama_untied")), str(ranks)],
+        stdout=subprocess.PIPE,
+        env=environment,
     )
     try:
         assert owner.stdout is not None
@@ -208,3 +216,4 @@ async def test_processes_end_with_their_owner(model_directory: Callable[[str], P
     while alive(children) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert alive(children) == set()
+    assert {path.name for path in Path("/dev/shm").glob("*cpushm*")} <= shared_before

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ _NOT_ON_CPU: Final = (
     "{} is packed on the CPU in a way that cannot be updated; use rollout.engine=transformers for this architecture"
 )
 _PACKED: Final = "cpu_linear"
+_END_S: Final = 5.0
 pack_linear = linear_layers.dispatch_cpu_unquantized_gemm
 
 
@@ -39,6 +41,7 @@ class RolloutWorker:
     """Methods that vLLM's worker gains; `self` is the worker."""
 
     model_runner: Any
+    vllm_config: Any
 
     def rl_prepare(self) -> dict[str, Any]:
         """Sets what vLLM's arguments cannot, once after the start.
@@ -49,6 +52,8 @@ class RolloutWorker:
         Raises:
             ValueError: The model's weights cannot be updated on this device.
         """
+        if self.vllm_config.parallel_config.world_size == 1:
+            atexit.register(_leave)
         processed = processed_layers(self.model_runner.model)
         if processed and current_platform.is_cpu():
             raise ValueError(_NOT_ON_CPU.format(f"the weight of {processed[0]}"))
@@ -206,7 +211,7 @@ def _pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
 
 
 def _end_with(owner_pid: int) -> None:
-    """Ends this process as soon as the owner has ended, however it did."""
+    """Ends this process when the owner has ended, however it did: as vLLM would end it, and if need be at once."""
     try:
         owner = os.pidfd_open(owner_pid)
     except ProcessLookupError:
@@ -216,13 +221,18 @@ def _end_with(owner_pid: int) -> None:
         poll = select.poll()
         poll.register(owner, select.POLLIN)
         poll.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_END_S)
         os._exit(1)
 
     threading.Thread(target=wait, name="rollwire-owner-watch", daemon=True).start()
 
 
 def _leave() -> None:
-    """Ends the process when vLLM has shut down: taking the interpreter apart takes seconds and frees nothing more."""
+    """Ends the process when vLLM has shut down: taking the interpreter apart takes seconds and frees nothing more.
+
+    Except where ranks share memory, whose names only destructors remove.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -231,6 +241,5 @@ def _leave() -> None:
 if OWNER_VARIABLE in os.environ:
     # Imported by vLLM in a worker process, before the model is made.
     _end_with(int(os.environ[OWNER_VARIABLE]))
-    atexit.register(_leave)
     if current_platform.is_cpu():
         linear_layers.dispatch_cpu_unquantized_gemm = _pack_and_keep
