@@ -52,10 +52,13 @@ async def keys(*arguments: str, typed: bytes, wait_for: str) -> tuple[int, str]:
     screen = b""
     try:
         async with asyncio.timeout(60):
-            while process.returncode is None:
+            running = True
+            while running:
+                running = process.returncode is None  # asked before reading: what came before the end is read too
                 await asyncio.sleep(0.02)
                 with contextlib.suppress(OSError):  # nothing to read yet, or the other end is closed
-                    screen += os.read(ours, 65536)
+                    while piece := os.read(ours, 65536):
+                        screen += piece
                 if typed and wait_for.encode() in screen:
                     os.write(ours, typed)
                     typed = b""
