@@ -43,3 +43,38 @@ class RolloutClient(ServiceClient):
         """Makes the server fetch and activate a version."""
         answer = await self._unary("UpdateWeights", self._stub.UpdateWeights, request, timeout_s)
         return cast(rollout_pb2.UpdateWeightsResponse, answer)
+
+    async def check_weights(
+        self, request: rollout_pb2.CheckWeightsRequest, *, timeout_s: float | None = None
+    ) -> rollout_pb2.CheckWeightsResponse:
+        """Makes the server read its weights back from the engine and compare them."""
+        answer = await self._unary("CheckWeights", self._stub.CheckWeights, request, timeout_s)
+        return cast(rollout_pb2.CheckWeightsResponse, answer)
+
+    async def pause(
+        self, request: rollout_pb2.PauseRequest, *, timeout_s: float | None = None
+    ) -> rollout_pb2.PauseResponse:
+        """Lets no generation start until `resume` or until the lease expires."""
+        answer = await self._unary("Pause", self._stub.Pause, request, timeout_s)
+        return cast(rollout_pb2.PauseResponse, answer)
+
+    async def resume(
+        self, request: rollout_pb2.ResumeRequest, *, timeout_s: float | None = None
+    ) -> rollout_pb2.ResumeResponse:
+        """Ends a pause."""
+        answer = await self._unary("Resume", self._stub.Resume, request, timeout_s)
+        return cast(rollout_pb2.ResumeResponse, answer)
+
+    async def sleep(
+        self, request: rollout_pb2.SleepRequest, *, timeout_s: float | None = None
+    ) -> rollout_pb2.SleepResponse:
+        """Pauses and frees the device's memory."""
+        answer = await self._unary("Sleep", self._stub.Sleep, request, timeout_s)
+        return cast(rollout_pb2.SleepResponse, answer)
+
+    async def wake(
+        self, request: rollout_pb2.WakeRequest, *, timeout_s: float | None = None
+    ) -> rollout_pb2.WakeResponse:
+        """Takes the device's memory again."""
+        answer = await self._unary("Wake", self._stub.Wake, request, timeout_s)
+        return cast(rollout_pb2.WakeResponse, answer)

@@ -28,29 +28,53 @@ from rollwire.v1 import trajectory_pb2 as rollwire_dot_v1_dot_trajectory__pb2
 from rollwire.v1 import weights_pb2 as rollwire_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollwire/v1/rollout.proto\x12\x0brollwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1crollwire/v1/trajectory.proto\x1a\x19rollwire/v1/weights.proto\"\x1e\n\x1cRolloutServiceGetInfoRequest\"\xb7\x03\n\x1dRolloutServiceGetInfoResponse\x12\x15\n\rbuild_version\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x1a\n\x12model_architecture\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x15\n\rtemplate_hash\x18\x05 \x01(\t\x12\x32\n\x0e\x61\x63tive_version\x18\x06 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x15\n\ractive_digest\x18\x07 \x01(\x0c\x12\x1b\n\x13max_sequence_tokens\x18\x08 \x01(\r\x12 \n\x18max_concurrent_sequences\x18\t \x01(\r\x12\x18\n\x10\x65pisode_capacity\x18\n \x01(\r\x12\x18\n\x10running_episodes\x18\x0b \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12$\n\x05\x64type\x18\r \x01(\x0e\x32\x15.rollwire.v1.DataType\x12\x16\n\x0eresident_bytes\x18\x0e \x01(\x04\x12\x18\n\x10generated_tokens\x18\x0f \x01(\x04\"\xd6\x03\n\x0fRunGroupRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.rollwire.v1.Fence\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x17\n\x0f\x65nvironment_tag\x18\x03 \x01(\t\x12\x18\n\x10\x65nvironment_seed\x18\x04 \x01(\x04\x12\x34\n\x13\x65nvironment_options\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x10\n\x08\x65pisodes\x18\x06 \x01(\r\x12\x15\n\rsampling_seed\x18\x07 \x01(\x04\x12/\n\x08sampling\x18\x08 \x01(\x0b\x32\x1d.rollwire.v1.SamplingSettings\x12\x1a\n\x12max_episode_tokens\x18\t \x01(\r\x12\x32\n\x0f\x65pisode_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x10required_version\x18\x0b \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x0f\n\x07\x61ttempt\x18\x0c \x01(\r\x12\x17\n\x0f\x65pisode_indices\x18\r \x03(\r\x12\x1b\n\x13\x65nvironment_targets\x18\x0e \x03(\t\"{\n\x10RunGroupResponse\x12-\n\ntrajectory\x18\x01 \x01(\x0b\x32\x17.rollwire.v1.TrajectoryH\x00\x12.\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1b.rollwire.v1.EpisodeFailureH\x00\x42\x08\n\x06result\"v\n\x0fGenerateRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12/\n\x08sampling\x18\x02 \x01(\x0b\x32\x1d.rollwire.v1.SamplingSettings\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x11\n\tcache_key\x18\x04 \x01(\t\"\x92\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12+\n\x07version\x18\x03 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12,\n\x0bstop_reason\x18\x04 \x01(\x0e\x32\x17.rollwire.v1.StopReason\"\x91\x01\n\x14UpdateWeightsRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.rollwire.v1.Fence\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12)\n\x06source\x18\x03 \x01(\x0b\x32\x19.rollwire.v1.WeightSource\"\xd2\x01\n\x15UpdateWeightsResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x31\n\x0e\x66\x65tch_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0epause_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration2\xe0\x02\n\x0eRolloutService\x12`\n\x07GetInfo\x12).rollwire.v1.RolloutServiceGetInfoRequest\x1a*.rollwire.v1.RolloutServiceGetInfoResponse\x12I\n\x08RunGroup\x12\x1c.rollwire.v1.RunGroupRequest\x1a\x1d.rollwire.v1.RunGroupResponse0\x01\x12I\n\x08Generate\x12\x1c.rollwire.v1.GenerateRequest\x1a\x1d.rollwire.v1.GenerateResponse0\x01\x12V\n\rUpdateWeights\x12!.rollwire.v1.UpdateWeightsRequest\x1a\".rollwire.v1.UpdateWeightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollwire/v1/rollout.proto\x12\x0brollwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1crollwire/v1/trajectory.proto\x1a\x19rollwire/v1/weights.proto\"\x1e\n\x1cRolloutServiceGetInfoRequest\"\xf5\x03\n\x1dRolloutServiceGetInfoResponse\x12\x15\n\rbuild_version\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x1a\n\x12model_architecture\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x15\n\rtemplate_hash\x18\x05 \x01(\t\x12\x32\n\x0e\x61\x63tive_version\x18\x06 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x15\n\ractive_digest\x18\x07 \x01(\x0c\x12\x1b\n\x13max_sequence_tokens\x18\x08 \x01(\r\x12 \n\x18max_concurrent_sequences\x18\t \x01(\r\x12\x18\n\x10\x65pisode_capacity\x18\n \x01(\r\x12\x18\n\x10running_episodes\x18\x0b \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12$\n\x05\x64type\x18\r \x01(\x0e\x32\x15.rollwire.v1.DataType\x12\x16\n\x0eresident_bytes\x18\x0e \x01(\x04\x12\x18\n\x10generated_tokens\x18\x0f \x01(\x04\x12\x0e\n\x06paused\x18\x10 \x01(\x08\x12,\n\x0bsleep_level\x18\x11 \x01(\x0e\x32\x17.rollwire.v1.SleepLevel\"\xd6\x03\n\x0fRunGroupRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.rollwire.v1.Fence\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x17\n\x0f\x65nvironment_tag\x18\x03 \x01(\t\x12\x18\n\x10\x65nvironment_seed\x18\x04 \x01(\x04\x12\x34\n\x13\x65nvironment_options\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x10\n\x08\x65pisodes\x18\x06 \x01(\r\x12\x15\n\rsampling_seed\x18\x07 \x01(\x04\x12/\n\x08sampling\x18\x08 \x01(\x0b\x32\x1d.rollwire.v1.SamplingSettings\x12\x1a\n\x12max_episode_tokens\x18\t \x01(\r\x12\x32\n\x0f\x65pisode_timeout\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x10required_version\x18\x0b \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x0f\n\x07\x61ttempt\x18\x0c \x01(\r\x12\x17\n\x0f\x65pisode_indices\x18\r \x03(\r\x12\x1b\n\x13\x65nvironment_targets\x18\x0e \x03(\t\"{\n\x10RunGroupResponse\x12-\n\ntrajectory\x18\x01 \x01(\x0b\x32\x17.rollwire.v1.TrajectoryH\x00\x12.\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1b.rollwire.v1.EpisodeFailureH\x00\x42\x08\n\x06result\"v\n\x0fGenerateRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12/\n\x08sampling\x18\x02 \x01(\x0b\x32\x1d.rollwire.v1.SamplingSettings\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x11\n\tcache_key\x18\x04 \x01(\t\"\x92\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12+\n\x07version\x18\x03 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12,\n\x0bstop_reason\x18\x04 \x01(\x0e\x32\x17.rollwire.v1.StopReason\"\xbd\x01\n\x14UpdateWeightsRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.rollwire.v1.Fence\x12+\n\x07version\x18\x02 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12)\n\x06source\x18\x03 \x01(\x0b\x32\x19.rollwire.v1.WeightSource\x12*\n\npause_mode\x18\x04 \x01(\x0e\x32\x16.rollwire.v1.PauseMode\"\xd2\x01\n\x15UpdateWeightsResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x16\n\x0ereceived_bytes\x18\x03 \x01(\x04\x12\x31\n\x0e\x66\x65tch_duration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\x0epause_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"8\n\x13\x43heckWeightsRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.rollwire.v1.Fence\"x\n\x14\x43heckWeightsResponse\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0f\n\x07tensors\x18\x03 \x01(\r\x12\x12\n\nunverified\x18\x04 \x03(\t\"\x81\x01\n\x0cPauseRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.rollwire.v1.Fence\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.rollwire.v1.PauseMode\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"$\n\rPauseResponse\x12\x13\n\x0binterrupted\x18\x01 \x01(\r\"2\n\rResumeRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.rollwire.v1.Fence\"\x10\n\x0eResumeResponse\"Y\n\x0cSleepRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.rollwire.v1.Fence\x12&\n\x05level\x18\x02 \x01(\x0e\x32\x17.rollwire.v1.SleepLevel\"$\n\rSleepResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x04\"0\n\x0bWakeRequest\x12!\n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x12.rollwire.v1.Fence\"B\n\x0cWakeResponse\x12\x32\n\x0e\x61\x63tive_version\x18\x01 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03*X\n\nSleepLevel\x12\x1b\n\x17SLEEP_LEVEL_UNSPECIFIED\x10\x00\x12\x14\n\x10SLEEP_LEVEL_HOST\x10\x01\x12\x17\n\x13SLEEP_LEVEL_DISCARD\x10\x02\x32\xb5\x05\n\x0eRolloutService\x12`\n\x07GetInfo\x12).rollwire.v1.RolloutServiceGetInfoRequest\x1a*.rollwire.v1.RolloutServiceGetInfoResponse\x12I\n\x08RunGroup\x12\x1c.rollwire.v1.RunGroupRequest\x1a\x1d.rollwire.v1.RunGroupResponse0\x01\x12I\n\x08Generate\x12\x1c.rollwire.v1.GenerateRequest\x1a\x1d.rollwire.v1.GenerateResponse0\x01\x12V\n\rUpdateWeights\x12!.rollwire.v1.UpdateWeightsRequest\x1a\".rollwire.v1.UpdateWeightsResponse\x12S\n\x0c\x43heckWeights\x12 .rollwire.v1.CheckWeightsRequest\x1a!.rollwire.v1.CheckWeightsResponse\x12>\n\x05Pause\x12\x19.rollwire.v1.PauseRequest\x1a\x1a.rollwire.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.rollwire.v1.ResumeRequest\x1a\x1b.rollwire.v1.ResumeResponse\x12>\n\x05Sleep\x12\x19.rollwire.v1.SleepRequest\x1a\x1a.rollwire.v1.SleepResponse\x12;\n\x04Wake\x12\x18.rollwire.v1.WakeRequest\x1a\x19.rollwire.v1.WakeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollwire.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PAUSEMODE']._serialized_start=2636
+  _globals['_PAUSEMODE']._serialized_end=2739
+  _globals['_SLEEPLEVEL']._serialized_start=2741
+  _globals['_SLEEPLEVEL']._serialized_end=2829
   _globals['_ROLLOUTSERVICEGETINFOREQUEST']._serialized_start=161
   _globals['_ROLLOUTSERVICEGETINFOREQUEST']._serialized_end=191
   _globals['_ROLLOUTSERVICEGETINFORESPONSE']._serialized_start=194
-  _globals['_ROLLOUTSERVICEGETINFORESPONSE']._serialized_end=633
-  _globals['_RUNGROUPREQUEST']._serialized_start=636
-  _globals['_RUNGROUPREQUEST']._serialized_end=1106
-  _globals['_RUNGROUPRESPONSE']._serialized_start=1108
-  _globals['_RUNGROUPRESPONSE']._serialized_end=1231
-  _globals['_GENERATEREQUEST']._serialized_start=1233
-  _globals['_GENERATEREQUEST']._serialized_end=1351
-  _globals['_GENERATERESPONSE']._serialized_start=1354
-  _globals['_GENERATERESPONSE']._serialized_end=1500
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1503
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1648
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1651
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1861
-  _globals['_ROLLOUTSERVICE']._serialized_start=1864
-  _globals['_ROLLOUTSERVICE']._serialized_end=2216
+  _globals['_ROLLOUTSERVICEGETINFORESPONSE']._serialized_end=695
+  _globals['_RUNGROUPREQUEST']._serialized_start=698
+  _globals['_RUNGROUPREQUEST']._serialized_end=1168
+  _globals['_RUNGROUPRESPONSE']._serialized_start=1170
+  _globals['_RUNGROUPRESPONSE']._serialized_end=1293
+  _globals['_GENERATEREQUEST']._serialized_start=1295
+  _globals['_GENERATEREQUEST']._serialized_end=1413
+  _globals['_GENERATERESPONSE']._serialized_start=1416
+  _globals['_GENERATERESPONSE']._serialized_end=1562
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=1565
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=1754
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=1757
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=1967
+  _globals['_CHECKWEIGHTSREQUEST']._serialized_start=1969
+  _globals['_CHECKWEIGHTSREQUEST']._serialized_end=2025
+  _globals['_CHECKWEIGHTSRESPONSE']._serialized_start=2027
+  _globals['_CHECKWEIGHTSRESPONSE']._serialized_end=2147
+  _globals['_PAUSEREQUEST']._serialized_start=2150
+  _globals['_PAUSEREQUEST']._serialized_end=2279
+  _globals['_PAUSERESPONSE']._serialized_start=2281
+  _globals['_PAUSERESPONSE']._serialized_end=2317
+  _globals['_RESUMEREQUEST']._serialized_start=2319
+  _globals['_RESUMEREQUEST']._serialized_end=2369
+  _globals['_RESUMERESPONSE']._serialized_start=2371
+  _globals['_RESUMERESPONSE']._serialized_end=2387
+  _globals['_SLEEPREQUEST']._serialized_start=2389
+  _globals['_SLEEPREQUEST']._serialized_end=2478
+  _globals['_SLEEPRESPONSE']._serialized_start=2480
+  _globals['_SLEEPRESPONSE']._serialized_end=2516
+  _globals['_WAKEREQUEST']._serialized_start=2518
+  _globals['_WAKEREQUEST']._serialized_end=2566
+  _globals['_WAKERESPONSE']._serialized_start=2568
+  _globals['_WAKERESPONSE']._serialized_end=2634
+  _globals['_ROLLOUTSERVICE']._serialized_start=2832
+  _globals['_ROLLOUTSERVICE']._serialized_end=3525
 # @@protoc_insertion_point(module_scope)

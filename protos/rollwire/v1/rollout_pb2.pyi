@@ -8,13 +8,76 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import google.protobuf.struct_pb2
 import rollwire.v1.trajectory_pb2
 import rollwire.v1.weights_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _PauseMode:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PauseModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
+    """Not set; the method's default."""
+    PAUSE_MODE_WAIT: _PauseMode.ValueType  # 1
+    """They get ten seconds to end; those that have not are aborted, and episodes draw these turns again."""
+    PAUSE_MODE_ABORT: _PauseMode.ValueType  # 2
+    """They are aborted at once; episodes draw these turns again. A `Generate` call ends with STOP_REASON_ABORTED."""
+    PAUSE_MODE_KEEP: _PauseMode.ValueType  # 3
+    """They stop where they are and go on afterwards, under the version that is active then. What was drawn stays, and each
+    span of tokens names its version.
+    """
+
+class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
+    """PauseMode says what happens to generations that run when a pause begins."""
+
+PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
+"""Not set; the method's default."""
+PAUSE_MODE_WAIT: PauseMode.ValueType  # 1
+"""They get ten seconds to end; those that have not are aborted, and episodes draw these turns again."""
+PAUSE_MODE_ABORT: PauseMode.ValueType  # 2
+"""They are aborted at once; episodes draw these turns again. A `Generate` call ends with STOP_REASON_ABORTED."""
+PAUSE_MODE_KEEP: PauseMode.ValueType  # 3
+"""They stop where they are and go on afterwards, under the version that is active then. What was drawn stays, and each
+span of tokens names its version.
+"""
+global___PauseMode = PauseMode
+
+class _SleepLevel:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SleepLevelEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SleepLevel.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SLEEP_LEVEL_UNSPECIFIED: _SleepLevel.ValueType  # 0
+    """Awake; in a request, SLEEP_LEVEL_HOST."""
+    SLEEP_LEVEL_HOST: _SleepLevel.ValueType  # 1
+    """Weights are kept in host memory, keys and values are dropped."""
+    SLEEP_LEVEL_DISCARD: _SleepLevel.ValueType  # 2
+    """Weights are dropped as well; a full update must follow the waking."""
+
+class SleepLevel(_SleepLevel, metaclass=_SleepLevelEnumTypeWrapper):
+    """SleepLevel says what a sleeping server keeps."""
+
+SLEEP_LEVEL_UNSPECIFIED: SleepLevel.ValueType  # 0
+"""Awake; in a request, SLEEP_LEVEL_HOST."""
+SLEEP_LEVEL_HOST: SleepLevel.ValueType  # 1
+"""Weights are kept in host memory, keys and values are dropped."""
+SLEEP_LEVEL_DISCARD: SleepLevel.ValueType  # 2
+"""Weights are dropped as well; a full update must follow the waking."""
+global___SleepLevel = SleepLevel
 
 @typing.final
 class RolloutServiceGetInfoRequest(google.protobuf.message.Message):
@@ -49,6 +112,8 @@ class RolloutServiceGetInfoResponse(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
+    PAUSED_FIELD_NUMBER: builtins.int
+    SLEEP_LEVEL_FIELD_NUMBER: builtins.int
     build_version: builtins.str
     """Version of the Rollwire build."""
     engine: builtins.str
@@ -77,6 +142,10 @@ class RolloutServiceGetInfoResponse(google.protobuf.message.Message):
     """Resident set size of the server process in bytes."""
     generated_tokens: builtins.int
     """Tokens drawn since the server started."""
+    paused: builtins.bool
+    """True while a pause lasts."""
+    sleep_level: global___SleepLevel.ValueType
+    """Set while the device's memory is freed."""
     @property
     def active_version(self) -> rollwire.v1.weights_pb2.WeightVersion:
         """Version being served; unset before the first update."""
@@ -99,9 +168,11 @@ class RolloutServiceGetInfoResponse(google.protobuf.message.Message):
         dtype: rollwire.v1.weights_pb2.DataType.ValueType = ...,
         resident_bytes: builtins.int = ...,
         generated_tokens: builtins.int = ...,
+        paused: builtins.bool = ...,
+        sleep_level: global___SleepLevel.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["active_version", b"active_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["active_digest", b"active_digest", "active_version", b"active_version", "build_version", b"build_version", "device", b"device", "dtype", b"dtype", "engine", b"engine", "episode_capacity", b"episode_capacity", "generated_tokens", b"generated_tokens", "max_concurrent_sequences", b"max_concurrent_sequences", "max_sequence_tokens", b"max_sequence_tokens", "model_architecture", b"model_architecture", "resident_bytes", b"resident_bytes", "running_episodes", b"running_episodes", "template_hash", b"template_hash", "tokenizer_hash", b"tokenizer_hash"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["active_digest", b"active_digest", "active_version", b"active_version", "build_version", b"build_version", "device", b"device", "dtype", b"dtype", "engine", b"engine", "episode_capacity", b"episode_capacity", "generated_tokens", b"generated_tokens", "max_concurrent_sequences", b"max_concurrent_sequences", "max_sequence_tokens", b"max_sequence_tokens", "model_architecture", b"model_architecture", "paused", b"paused", "resident_bytes", b"resident_bytes", "running_episodes", b"running_episodes", "sleep_level", b"sleep_level", "template_hash", b"template_hash", "tokenizer_hash", b"tokenizer_hash"]) -> None: ...
 
 global___RolloutServiceGetInfoResponse = RolloutServiceGetInfoResponse
 
@@ -301,6 +372,9 @@ class UpdateWeightsRequest(google.protobuf.message.Message):
     FENCE_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     SOURCE_FIELD_NUMBER: builtins.int
+    PAUSE_MODE_FIELD_NUMBER: builtins.int
+    pause_mode: global___PauseMode.ValueType
+    """What happens to generations that run when the version is ready to be loaded; unset means PAUSE_MODE_WAIT."""
     @property
     def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
         """Coordinator that asks."""
@@ -319,9 +393,10 @@ class UpdateWeightsRequest(google.protobuf.message.Message):
         fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
         version: rollwire.v1.weights_pb2.WeightVersion | None = ...,
         source: rollwire.v1.weights_pb2.WeightSource | None = ...,
+        pause_mode: global___PauseMode.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fence", b"fence", "source", b"source", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fence", b"fence", "source", b"source", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence", "pause_mode", b"pause_mode", "source", b"source", "version", b"version"]) -> None: ...
 
 global___UpdateWeightsRequest = UpdateWeightsRequest
 
@@ -365,3 +440,226 @@ class UpdateWeightsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["digest", b"digest", "fetch_duration", b"fetch_duration", "pause_duration", b"pause_duration", "received_bytes", b"received_bytes", "version", b"version"]) -> None: ...
 
 global___UpdateWeightsResponse = UpdateWeightsResponse
+
+@typing.final
+class CheckWeightsRequest(google.protobuf.message.Message):
+    """CheckWeightsRequest asks what the engine holds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks; unset for anyone else."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence"]) -> None: ...
+
+global___CheckWeightsRequest = CheckWeightsRequest
+
+@typing.final
+class CheckWeightsResponse(google.protobuf.message.Message):
+    """CheckWeightsResponse says what the engine holds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    TENSORS_FIELD_NUMBER: builtins.int
+    UNVERIFIED_FIELD_NUMBER: builtins.int
+    digest: builtins.bytes
+    """Digest as in `WeightManifest.digest`, computed just now from the tensors read back from the engine."""
+    tensors: builtins.int
+    """Number of tensors read back."""
+    @property
+    def version(self) -> rollwire.v1.weights_pb2.WeightVersion:
+        """Version that serves."""
+
+    @property
+    def unverified(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of tensors that the engine keeps in a form from which the original cannot be read back; what was loaded counts."""
+
+    def __init__(
+        self,
+        *,
+        version: rollwire.v1.weights_pb2.WeightVersion | None = ...,
+        digest: builtins.bytes = ...,
+        tensors: builtins.int = ...,
+        unverified: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "tensors", b"tensors", "unverified", b"unverified", "version", b"version"]) -> None: ...
+
+global___CheckWeightsResponse = CheckWeightsResponse
+
+@typing.final
+class PauseRequest(google.protobuf.message.Message):
+    """PauseRequest begins or renews a pause."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    mode: global___PauseMode.ValueType
+    """What happens to running generations; unset means PAUSE_MODE_WAIT."""
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    @property
+    def lease(self) -> google.protobuf.duration_pb2.Duration:
+        """After this time the server resumes by itself; more than 0, at most one hour; unset means one minute."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+        mode: global___PauseMode.ValueType = ...,
+        lease: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence", "lease", b"lease"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence", "lease", b"lease", "mode", b"mode"]) -> None: ...
+
+global___PauseRequest = PauseRequest
+
+@typing.final
+class PauseResponse(google.protobuf.message.Message):
+    """PauseResponse reports a pause in effect."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INTERRUPTED_FIELD_NUMBER: builtins.int
+    interrupted: builtins.int
+    """Generations that were aborted or stopped."""
+    def __init__(
+        self,
+        *,
+        interrupted: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["interrupted", b"interrupted"]) -> None: ...
+
+global___PauseResponse = PauseResponse
+
+@typing.final
+class ResumeRequest(google.protobuf.message.Message):
+    """ResumeRequest ends a pause."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence"]) -> None: ...
+
+global___ResumeRequest = ResumeRequest
+
+@typing.final
+class ResumeResponse(google.protobuf.message.Message):
+    """ResumeResponse confirms that generations start again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ResumeResponse = ResumeResponse
+
+@typing.final
+class SleepRequest(google.protobuf.message.Message):
+    """SleepRequest frees the device."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    LEVEL_FIELD_NUMBER: builtins.int
+    level: global___SleepLevel.ValueType
+    """What to keep."""
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+        level: global___SleepLevel.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence", "level", b"level"]) -> None: ...
+
+global___SleepRequest = SleepRequest
+
+@typing.final
+class SleepResponse(google.protobuf.message.Message):
+    """SleepResponse reports a freed device."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FREED_BYTES_FIELD_NUMBER: builtins.int
+    freed_bytes: builtins.int
+    """Device memory given back in bytes, as the device's allocator counts it; 0 on CPU."""
+    def __init__(
+        self,
+        *,
+        freed_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["freed_bytes", b"freed_bytes"]) -> None: ...
+
+global___SleepResponse = SleepResponse
+
+@typing.final
+class WakeRequest(google.protobuf.message.Message):
+    """WakeRequest takes the device again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence"]) -> None: ...
+
+global___WakeRequest = WakeRequest
+
+@typing.final
+class WakeResponse(google.protobuf.message.Message):
+    """WakeResponse reports a server that is awake."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACTIVE_VERSION_FIELD_NUMBER: builtins.int
+    @property
+    def active_version(self) -> rollwire.v1.weights_pb2.WeightVersion:
+        """Version that serves; unset when an update must follow."""
+
+    def __init__(
+        self,
+        *,
+        active_version: rollwire.v1.weights_pb2.WeightVersion | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["active_version", b"active_version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["active_version", b"active_version"]) -> None: ...
+
+global___WakeResponse = WakeResponse

@@ -59,6 +59,31 @@ class RolloutServiceStub(object):
                 request_serializer=rollwire_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
                 response_deserializer=rollwire_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
                 _registered_method=True)
+        self.CheckWeights = channel.unary_unary(
+                '/rollwire.v1.RolloutService/CheckWeights',
+                request_serializer=rollwire_dot_v1_dot_rollout__pb2.CheckWeightsRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_rollout__pb2.CheckWeightsResponse.FromString,
+                _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/rollwire.v1.RolloutService/Pause',
+                request_serializer=rollwire_dot_v1_dot_rollout__pb2.PauseRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_rollout__pb2.PauseResponse.FromString,
+                _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/rollwire.v1.RolloutService/Resume',
+                request_serializer=rollwire_dot_v1_dot_rollout__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_rollout__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/rollwire.v1.RolloutService/Sleep',
+                request_serializer=rollwire_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/rollwire.v1.RolloutService/Wake',
+                request_serializer=rollwire_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -113,6 +138,50 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckWeights(self, request, context):
+        """CheckWeights reads every tensor back from the engine and compares it with what was verified when it arrived.
+
+        Read-only; generations wait meanwhile. DATA_LOSS / `WEIGHTS_CORRUPT` when the engine holds something else: nothing is
+        served until an update succeeds. FAILED_PRECONDITION / `NO_WEIGHTS`; FAILED_PRECONDITION / `ASLEEP`; ABORTED /
+        `UPDATE_IN_PROGRESS` while a version is being staged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pause(self, request, context):
+        """Pause lets no generation start until Resume or until the lease expires. Idempotent; a repeat renews the lease and may
+        choose another mode. Episodes wait; their wall-clock limits go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Resume ends a pause. Idempotent; without a pause it does nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Sleep pauses and frees the device's memory, so that a learner can use the same device. Idempotent by level; from
+        SLEEP_LEVEL_HOST it may go on to SLEEP_LEVEL_DISCARD, not back. ABORTED / `UPDATE_IN_PROGRESS` while a version is being
+        staged. While asleep nothing generates and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Wake takes the device's memory again. After SLEEP_LEVEL_HOST the version that served before serves again; after
+        SLEEP_LEVEL_DISCARD nothing serves until an update. Idempotent; a server that is awake does nothing. RESOURCE_EXHAUSTED /
+        `DEVICE_MEMORY_EXHAUSTED` when the memory is not free: the server stays asleep.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -135,6 +204,31 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.UpdateWeights,
                     request_deserializer=rollwire_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.FromString,
                     response_serializer=rollwire_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.SerializeToString,
+            ),
+            'CheckWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckWeights,
+                    request_deserializer=rollwire_dot_v1_dot_rollout__pb2.CheckWeightsRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_rollout__pb2.CheckWeightsResponse.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=rollwire_dot_v1_dot_rollout__pb2.PauseRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_rollout__pb2.PauseResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=rollwire_dot_v1_dot_rollout__pb2.ResumeRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_rollout__pb2.ResumeResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=rollwire_dot_v1_dot_rollout__pb2.SleepRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_rollout__pb2.SleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=rollwire_dot_v1_dot_rollout__pb2.WakeRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_rollout__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -250,6 +344,141 @@ class RolloutService(object):
             '/rollwire.v1.RolloutService/UpdateWeights',
             rollwire_dot_v1_dot_rollout__pb2.UpdateWeightsRequest.SerializeToString,
             rollwire_dot_v1_dot_rollout__pb2.UpdateWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.RolloutService/CheckWeights',
+            rollwire_dot_v1_dot_rollout__pb2.CheckWeightsRequest.SerializeToString,
+            rollwire_dot_v1_dot_rollout__pb2.CheckWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.RolloutService/Pause',
+            rollwire_dot_v1_dot_rollout__pb2.PauseRequest.SerializeToString,
+            rollwire_dot_v1_dot_rollout__pb2.PauseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.RolloutService/Resume',
+            rollwire_dot_v1_dot_rollout__pb2.ResumeRequest.SerializeToString,
+            rollwire_dot_v1_dot_rollout__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.RolloutService/Sleep',
+            rollwire_dot_v1_dot_rollout__pb2.SleepRequest.SerializeToString,
+            rollwire_dot_v1_dot_rollout__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.RolloutService/Wake',
+            rollwire_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
+            rollwire_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -69,6 +69,49 @@ class RolloutServiceStub:
     names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
     """
 
+    CheckWeights: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.CheckWeightsRequest,
+        rollwire.v1.rollout_pb2.CheckWeightsResponse,
+    ]
+    """CheckWeights reads every tensor back from the engine and compares it with what was verified when it arrived.
+
+    Read-only; generations wait meanwhile. DATA_LOSS / `WEIGHTS_CORRUPT` when the engine holds something else: nothing is
+    served until an update succeeds. FAILED_PRECONDITION / `NO_WEIGHTS`; FAILED_PRECONDITION / `ASLEEP`; ABORTED /
+    `UPDATE_IN_PROGRESS` while a version is being staged.
+    """
+
+    Pause: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.PauseRequest,
+        rollwire.v1.rollout_pb2.PauseResponse,
+    ]
+    """Pause lets no generation start until Resume or until the lease expires. Idempotent; a repeat renews the lease and may
+    choose another mode. Episodes wait; their wall-clock limits go on.
+    """
+
+    Resume: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.ResumeRequest,
+        rollwire.v1.rollout_pb2.ResumeResponse,
+    ]
+    """Resume ends a pause. Idempotent; without a pause it does nothing."""
+
+    Sleep: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.SleepRequest,
+        rollwire.v1.rollout_pb2.SleepResponse,
+    ]
+    """Sleep pauses and frees the device's memory, so that a learner can use the same device. Idempotent by level; from
+    SLEEP_LEVEL_HOST it may go on to SLEEP_LEVEL_DISCARD, not back. ABORTED / `UPDATE_IN_PROGRESS` while a version is being
+    staged. While asleep nothing generates and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`.
+    """
+
+    Wake: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.WakeRequest,
+        rollwire.v1.rollout_pb2.WakeResponse,
+    ]
+    """Wake takes the device's memory again. After SLEEP_LEVEL_HOST the version that served before serves again; after
+    SLEEP_LEVEL_DISCARD nothing serves until an update. Idempotent; a server that is awake does nothing. RESOURCE_EXHAUSTED /
+    `DEVICE_MEMORY_EXHAUSTED` when the memory is not free: the server stays asleep.
+    """
+
 class RolloutServiceAsyncStub:
     """RolloutService samples from the policy.
 
@@ -118,6 +161,49 @@ class RolloutServiceAsyncStub:
     verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
     `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
     names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
+    """
+
+    CheckWeights: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.CheckWeightsRequest,
+        rollwire.v1.rollout_pb2.CheckWeightsResponse,
+    ]
+    """CheckWeights reads every tensor back from the engine and compares it with what was verified when it arrived.
+
+    Read-only; generations wait meanwhile. DATA_LOSS / `WEIGHTS_CORRUPT` when the engine holds something else: nothing is
+    served until an update succeeds. FAILED_PRECONDITION / `NO_WEIGHTS`; FAILED_PRECONDITION / `ASLEEP`; ABORTED /
+    `UPDATE_IN_PROGRESS` while a version is being staged.
+    """
+
+    Pause: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.PauseRequest,
+        rollwire.v1.rollout_pb2.PauseResponse,
+    ]
+    """Pause lets no generation start until Resume or until the lease expires. Idempotent; a repeat renews the lease and may
+    choose another mode. Episodes wait; their wall-clock limits go on.
+    """
+
+    Resume: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.ResumeRequest,
+        rollwire.v1.rollout_pb2.ResumeResponse,
+    ]
+    """Resume ends a pause. Idempotent; without a pause it does nothing."""
+
+    Sleep: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.SleepRequest,
+        rollwire.v1.rollout_pb2.SleepResponse,
+    ]
+    """Sleep pauses and frees the device's memory, so that a learner can use the same device. Idempotent by level; from
+    SLEEP_LEVEL_HOST it may go on to SLEEP_LEVEL_DISCARD, not back. ABORTED / `UPDATE_IN_PROGRESS` while a version is being
+    staged. While asleep nothing generates and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`.
+    """
+
+    Wake: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.WakeRequest,
+        rollwire.v1.rollout_pb2.WakeResponse,
+    ]
+    """Wake takes the device's memory again. After SLEEP_LEVEL_HOST the version that served before serves again; after
+    SLEEP_LEVEL_DISCARD nothing serves until an update. Idempotent; a server that is awake does nothing. RESOURCE_EXHAUSTED /
+    `DEVICE_MEMORY_EXHAUSTED` when the memory is not free: the server stays asleep.
     """
 
 class RolloutServiceServicer(metaclass=abc.ABCMeta):
@@ -177,6 +263,59 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
         `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
         names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
+        """
+
+    @abc.abstractmethod
+    def CheckWeights(
+        self,
+        request: rollwire.v1.rollout_pb2.CheckWeightsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.rollout_pb2.CheckWeightsResponse, collections.abc.Awaitable[rollwire.v1.rollout_pb2.CheckWeightsResponse]]:
+        """CheckWeights reads every tensor back from the engine and compares it with what was verified when it arrived.
+
+        Read-only; generations wait meanwhile. DATA_LOSS / `WEIGHTS_CORRUPT` when the engine holds something else: nothing is
+        served until an update succeeds. FAILED_PRECONDITION / `NO_WEIGHTS`; FAILED_PRECONDITION / `ASLEEP`; ABORTED /
+        `UPDATE_IN_PROGRESS` while a version is being staged.
+        """
+
+    @abc.abstractmethod
+    def Pause(
+        self,
+        request: rollwire.v1.rollout_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.rollout_pb2.PauseResponse, collections.abc.Awaitable[rollwire.v1.rollout_pb2.PauseResponse]]:
+        """Pause lets no generation start until Resume or until the lease expires. Idempotent; a repeat renews the lease and may
+        choose another mode. Episodes wait; their wall-clock limits go on.
+        """
+
+    @abc.abstractmethod
+    def Resume(
+        self,
+        request: rollwire.v1.rollout_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.rollout_pb2.ResumeResponse, collections.abc.Awaitable[rollwire.v1.rollout_pb2.ResumeResponse]]:
+        """Resume ends a pause. Idempotent; without a pause it does nothing."""
+
+    @abc.abstractmethod
+    def Sleep(
+        self,
+        request: rollwire.v1.rollout_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.rollout_pb2.SleepResponse, collections.abc.Awaitable[rollwire.v1.rollout_pb2.SleepResponse]]:
+        """Sleep pauses and frees the device's memory, so that a learner can use the same device. Idempotent by level; from
+        SLEEP_LEVEL_HOST it may go on to SLEEP_LEVEL_DISCARD, not back. ABORTED / `UPDATE_IN_PROGRESS` while a version is being
+        staged. While asleep nothing generates and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`.
+        """
+
+    @abc.abstractmethod
+    def Wake(
+        self,
+        request: rollwire.v1.rollout_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.rollout_pb2.WakeResponse, collections.abc.Awaitable[rollwire.v1.rollout_pb2.WakeResponse]]:
+        """Wake takes the device's memory again. After SLEEP_LEVEL_HOST the version that served before serves again; after
+        SLEEP_LEVEL_DISCARD nothing serves until an update. Idempotent; a server that is awake does nothing. RESOURCE_EXHAUSTED /
+        `DEVICE_MEMORY_EXHAUSTED` when the memory is not free: the server stays asleep.
         """
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
