@@ -5,10 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from enum import Enum, auto
 
 from rollwire.rollout.engine import Engine, GenerationRequest, Piece
 from rollwire.rollout.weight_states import WeightStates
 from rollwire.rpc.errors import Reason, RollwireError, precondition
+
+
+class Hold(Enum):
+    """Why no generation may start; the gate is open when nothing holds it shut."""
+
+    UPDATE = auto()
+    """The engine's weights are being replaced."""
+    PAUSE = auto()
+    """A caller of Pause holds a lease."""
+    SLEEP = auto()
+    """The device's memory is freed, or being freed or taken again."""
 
 
 class Policy:
@@ -16,12 +28,14 @@ class Policy:
 
     Attributes:
         engine: The engine.
-        states: Which version serves; advanced by the updater alone.
+        states: Which version serves; advanced by the updater, and by the sleeper when weights are dropped.
+        holds: What holds the gate shut.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.states = WeightStates()
+        self.holds: set[Hold] = set()
         self._running = 0
         self._open = asyncio.Event()
         self._open.set()
@@ -53,13 +67,16 @@ class Policy:
             if self._running == 0:
                 self._empty.set()
 
-    def close_gate(self) -> None:
+    def close_gate(self, hold: Hold = Hold.UPDATE) -> None:
         """Lets no further generation start."""
+        self.holds.add(hold)
         self._open.clear()
 
-    def open_gate(self) -> None:
-        """Lets generations start again."""
-        self._open.set()
+    def open_gate(self, hold: Hold = Hold.UPDATE) -> None:
+        """Ends one hold; generations start again when there is no other. Without the hold it does nothing."""
+        self.holds.discard(hold)
+        if not self.holds:
+            self._open.set()
 
     async def drain(self, timeout_s: float) -> bool:
         """Waits until no generation runs; returns False when the time passed first."""
