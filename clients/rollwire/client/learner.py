@@ -50,10 +50,17 @@ class LearnerClient(ServiceClient):
         return cast(learner_pb2.TrainResponse, answer)
 
     def score(
-        self, samples: Sequence[learner_pb2.TrainSample], temperature: float, *, timeout_s: float | None = None
+        self,
+        samples: Sequence[learner_pb2.TrainSample],
+        temperature: float,
+        *,
+        model: learner_pb2.ScoredModel.ValueType = learner_pb2.SCORED_MODEL_POLICY,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[learner_pb2.ScoreResponse]:
-        """Scores samples under the present weights."""
-        requests = (learner_pb2.ScoreRequest(samples=part, temperature=temperature) for part in _parts(samples))
+        """Scores samples under the policy's present weights, the reference, or the critic."""
+        requests = (
+            learner_pb2.ScoreRequest(samples=part, temperature=temperature, model=model) for part in _parts(samples)
+        )
         return self._stream("Score", self._stub.Score, requests, timeout_s)
 
     async def export(
@@ -62,6 +69,34 @@ class LearnerClient(ServiceClient):
         """Writes a Hugging Face directory on the learner's host."""
         answer = await self._unary("Export", self._stub.Export, request, timeout_s)
         return cast(learner_pb2.ExportResponse, answer)
+
+    async def save_checkpoint(
+        self, request: learner_pb2.SaveCheckpointRequest, *, timeout_s: float | None = None
+    ) -> learner_pb2.SaveCheckpointResponse:
+        """Writes a checkpoint on the learner's host."""
+        answer = await self._unary("SaveCheckpoint", self._stub.SaveCheckpoint, request, timeout_s)
+        return cast(learner_pb2.SaveCheckpointResponse, answer)
+
+    async def load_checkpoint(
+        self, request: learner_pb2.LoadCheckpointRequest, *, timeout_s: float | None = None
+    ) -> learner_pb2.LoadCheckpointResponse:
+        """Goes back to a checkpoint on the learner's host."""
+        answer = await self._unary("LoadCheckpoint", self._stub.LoadCheckpoint, request, timeout_s)
+        return cast(learner_pb2.LoadCheckpointResponse, answer)
+
+    async def sleep(
+        self, request: learner_pb2.LearnerServiceSleepRequest, *, timeout_s: float | None = None
+    ) -> learner_pb2.LearnerServiceSleepResponse:
+        """Moves everything on the device to host memory."""
+        answer = await self._unary("Sleep", self._stub.Sleep, request, timeout_s)
+        return cast(learner_pb2.LearnerServiceSleepResponse, answer)
+
+    async def wake(
+        self, request: learner_pb2.LearnerServiceWakeRequest, *, timeout_s: float | None = None
+    ) -> learner_pb2.LearnerServiceWakeResponse:
+        """Moves everything back to the device."""
+        answer = await self._unary("Wake", self._stub.Wake, request, timeout_s)
+        return cast(learner_pb2.LearnerServiceWakeResponse, answer)
 
 
 def _train_requests(

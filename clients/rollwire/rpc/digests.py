@@ -21,6 +21,9 @@ def samples_digest(samples: Iterable[learner_pb2.TrainSample]) -> bytes:
         digest.update(np.fromiter(sample.loss_mask, dtype=np.uint8).tobytes())
         digest.update(np.fromiter(sample.advantages, dtype="<f4").tobytes())
         digest.update(np.fromiter(sample.logprobs, dtype="<f4").tobytes())
+        for optional in (sample.reference_logprobs, sample.returns, sample.values):
+            digest.update(b"\1" if optional else b"\0")
+            digest.update(np.fromiter(optional, dtype="<f4").tobytes())
     return digest.digest()
 
 

@@ -36,6 +36,8 @@ class _LossAggregationEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     """Mean over samples of the mean over each sample's tokens."""
     LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM: _LossAggregation.ValueType  # 3
     """Mean over samples of the sum over each sample's tokens."""
+    LOSS_AGGREGATION_FIXED_LENGTH: _LossAggregation.ValueType  # 4
+    """Sum over all tokens divided by the number of samples times `LossSettings.fixed_length_tokens`."""
 
 class LossAggregation(_LossAggregation, metaclass=_LossAggregationEnumTypeWrapper):
     """LossAggregation says how per-token losses become one number."""
@@ -48,7 +50,99 @@ LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_MEAN: LossAggregation.ValueType  # 2
 """Mean over samples of the mean over each sample's tokens."""
 LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM: LossAggregation.ValueType  # 3
 """Mean over samples of the sum over each sample's tokens."""
+LOSS_AGGREGATION_FIXED_LENGTH: LossAggregation.ValueType  # 4
+"""Sum over all tokens divided by the number of samples times `LossSettings.fixed_length_tokens`."""
 global___LossAggregation = LossAggregation
+
+class _KlEstimator:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _KlEstimatorEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_KlEstimator.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    KL_ESTIMATOR_UNSPECIFIED: _KlEstimator.ValueType  # 0
+    """Not set; treated as KL_ESTIMATOR_K3."""
+    KL_ESTIMATOR_K1: _KlEstimator.ValueType  # 1
+    """d."""
+    KL_ESTIMATOR_K2: _KlEstimator.ValueType  # 2
+    """d^2 / 2."""
+    KL_ESTIMATOR_K3: _KlEstimator.ValueType  # 3
+    """exp(-d) + d - 1."""
+
+class KlEstimator(_KlEstimator, metaclass=_KlEstimatorEnumTypeWrapper):
+    """KlEstimator says how the divergence to the reference is estimated from the sampled tokens. With d = log-probability of
+    the policy minus that of the reference.
+    """
+
+KL_ESTIMATOR_UNSPECIFIED: KlEstimator.ValueType  # 0
+"""Not set; treated as KL_ESTIMATOR_K3."""
+KL_ESTIMATOR_K1: KlEstimator.ValueType  # 1
+"""d."""
+KL_ESTIMATOR_K2: KlEstimator.ValueType  # 2
+"""d^2 / 2."""
+KL_ESTIMATOR_K3: KlEstimator.ValueType  # 3
+"""exp(-d) + d - 1."""
+global___KlEstimator = KlEstimator
+
+class _RatioLevel:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RatioLevelEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RatioLevel.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    RATIO_LEVEL_UNSPECIFIED: _RatioLevel.ValueType  # 0
+    """Not set; rejected where a level is needed."""
+    RATIO_LEVEL_TOKEN: _RatioLevel.ValueType  # 1
+    """Each token by itself."""
+    RATIO_LEVEL_SEQUENCE: _RatioLevel.ValueType  # 2
+    """Product over all trained tokens of the sample."""
+    RATIO_LEVEL_SEQUENCE_MEAN: _RatioLevel.ValueType  # 3
+    """Geometric mean over all trained tokens of the sample."""
+    RATIO_LEVEL_SEGMENT_MEAN: _RatioLevel.ValueType  # 4
+    """Geometric mean over a contiguous run of trained tokens: one turn of an episode."""
+
+class RatioLevel(_RatioLevel, metaclass=_RatioLevelEnumTypeWrapper):
+    """RatioLevel says over what the ratio of two policies' probabilities is taken."""
+
+RATIO_LEVEL_UNSPECIFIED: RatioLevel.ValueType  # 0
+"""Not set; rejected where a level is needed."""
+RATIO_LEVEL_TOKEN: RatioLevel.ValueType  # 1
+"""Each token by itself."""
+RATIO_LEVEL_SEQUENCE: RatioLevel.ValueType  # 2
+"""Product over all trained tokens of the sample."""
+RATIO_LEVEL_SEQUENCE_MEAN: RatioLevel.ValueType  # 3
+"""Geometric mean over all trained tokens of the sample."""
+RATIO_LEVEL_SEGMENT_MEAN: RatioLevel.ValueType  # 4
+"""Geometric mean over a contiguous run of trained tokens: one turn of an episode."""
+global___RatioLevel = RatioLevel
+
+class _ScoredModel:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ScoredModelEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ScoredModel.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SCORED_MODEL_UNSPECIFIED: _ScoredModel.ValueType  # 0
+    """Not set; treated as SCORED_MODEL_POLICY."""
+    SCORED_MODEL_POLICY: _ScoredModel.ValueType  # 1
+    """The policy under its present weights: log-probabilities and entropies."""
+    SCORED_MODEL_REFERENCE: _ScoredModel.ValueType  # 2
+    """The reference, which is never trained: log-probabilities and entropies."""
+    SCORED_MODEL_CRITIC: _ScoredModel.ValueType  # 3
+    """The critic: values."""
+
+class ScoredModel(_ScoredModel, metaclass=_ScoredModelEnumTypeWrapper):
+    """ScoredModel says which of the learner's models scores."""
+
+SCORED_MODEL_UNSPECIFIED: ScoredModel.ValueType  # 0
+"""Not set; treated as SCORED_MODEL_POLICY."""
+SCORED_MODEL_POLICY: ScoredModel.ValueType  # 1
+"""The policy under its present weights: log-probabilities and entropies."""
+SCORED_MODEL_REFERENCE: ScoredModel.ValueType  # 2
+"""The reference, which is never trained: log-probabilities and entropies."""
+SCORED_MODEL_CRITIC: ScoredModel.ValueType  # 3
+"""The critic: values."""
+global___ScoredModel = ScoredModel
 
 @typing.final
 class LearnerServiceGetInfoRequest(google.protobuf.message.Message):
@@ -80,6 +174,9 @@ class LearnerServiceGetInfoResponse(google.protobuf.message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: builtins.int
     TOKENIZER_HASH_FIELD_NUMBER: builtins.int
     POLICY_LOSSES_FIELD_NUMBER: builtins.int
+    MODELS_FIELD_NUMBER: builtins.int
+    ASLEEP_FIELD_NUMBER: builtins.int
+    TRAINABLE_PARAMETERS_FIELD_NUMBER: builtins.int
     build_version: builtins.str
     """Version of the Rollwire build."""
     digest: builtins.bytes
@@ -87,7 +184,7 @@ class LearnerServiceGetInfoResponse(google.protobuf.message.Message):
     model_architecture: builtins.str
     """Model architecture as transformers names it."""
     parameters: builtins.int
-    """Number of trainable parameters."""
+    """Number of parameters of the policy; tied ones count once."""
     vocabulary_size: builtins.int
     """Size of the vocabulary: valid token ids are 0 to this minus 1."""
     max_sequence_tokens: builtins.int
@@ -100,6 +197,10 @@ class LearnerServiceGetInfoResponse(google.protobuf.message.Message):
     """Resident set size of the server process in bytes."""
     tokenizer_hash: builtins.str
     """SHA-256 (hex) of the tokenizer's canonical JSON; empty when the model directory has no tokenizer."""
+    asleep: builtins.bool
+    """True while everything is in host memory."""
+    trainable_parameters: builtins.int
+    """Number of parameters that training changes; fewer than `parameters` with adapters. Tied ones count once."""
     @property
     def version(self) -> rollwire.v1.weights_pb2.WeightVersion:
         """Present version."""
@@ -107,6 +208,10 @@ class LearnerServiceGetInfoResponse(google.protobuf.message.Message):
     @property
     def policy_losses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the policy losses that `LossSettings.policy_loss` may choose."""
+
+    @property
+    def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___ScoredModel.ValueType]:
+        """Models that `ScoreRequest.model` may name."""
 
     def __init__(
         self,
@@ -123,11 +228,66 @@ class LearnerServiceGetInfoResponse(google.protobuf.message.Message):
         resident_bytes: builtins.int = ...,
         tokenizer_hash: builtins.str = ...,
         policy_losses: collections.abc.Iterable[builtins.str] | None = ...,
+        models: collections.abc.Iterable[global___ScoredModel.ValueType] | None = ...,
+        asleep: builtins.bool = ...,
+        trainable_parameters: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["build_version", b"build_version", "device", b"device", "digest", b"digest", "max_sequence_tokens", b"max_sequence_tokens", "model_architecture", b"model_architecture", "parameters", b"parameters", "policy_losses", b"policy_losses", "resident_bytes", b"resident_bytes", "tokenizer_hash", b"tokenizer_hash", "version", b"version", "vocabulary_size", b"vocabulary_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep", b"asleep", "build_version", b"build_version", "device", b"device", "digest", b"digest", "max_sequence_tokens", b"max_sequence_tokens", "model_architecture", b"model_architecture", "models", b"models", "parameters", b"parameters", "policy_losses", b"policy_losses", "resident_bytes", b"resident_bytes", "tokenizer_hash", b"tokenizer_hash", "trainable_parameters", b"trainable_parameters", "version", b"version", "vocabulary_size", b"vocabulary_size", "world_size", b"world_size"]) -> None: ...
 
 global___LearnerServiceGetInfoResponse = LearnerServiceGetInfoResponse
+
+@typing.final
+class ImportanceWeight(google.protobuf.message.Message):
+    """ImportanceWeight multiplies the policy loss of a token by min(ratio, upper_bound) without gradient, where the ratio is that
+    of the old policy as the learner computes it to the behaviour policy as the engine recorded it.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: builtins.int
+    UPPER_BOUND_FIELD_NUMBER: builtins.int
+    level: global___RatioLevel.ValueType
+    """Over what the ratio is taken."""
+    upper_bound: builtins.float
+    """Bound of the weight, > 0."""
+    def __init__(
+        self,
+        *,
+        level: global___RatioLevel.ValueType = ...,
+        upper_bound: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["level", b"level", "upper_bound", b"upper_bound"]) -> None: ...
+
+global___ImportanceWeight = ImportanceWeight
+
+@typing.final
+class ImportanceMask(google.protobuf.message.Message):
+    """ImportanceMask leaves tokens out of the policy loss whose ratio, as in `ImportanceWeight`, lies outside [min_ratio, max_ratio].
+    The denominators of the aggregation stay those of the whole batch.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: builtins.int
+    MIN_RATIO_FIELD_NUMBER: builtins.int
+    MAX_RATIO_FIELD_NUMBER: builtins.int
+    level: global___RatioLevel.ValueType
+    """Over what the ratio is taken."""
+    min_ratio: builtins.float
+    """>= 0."""
+    max_ratio: builtins.float
+    """>= `min_ratio`; 0 means no bound."""
+    def __init__(
+        self,
+        *,
+        level: global___RatioLevel.ValueType = ...,
+        min_ratio: builtins.float = ...,
+        max_ratio: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["level", b"level", "max_ratio", b"max_ratio", "min_ratio", b"min_ratio"]) -> None: ...
+
+global___ImportanceMask = ImportanceMask
 
 @typing.final
 class LossSettings(google.protobuf.message.Message):
@@ -142,6 +302,13 @@ class LossSettings(google.protobuf.message.Message):
     AGGREGATION_FIELD_NUMBER: builtins.int
     TEMPERATURE_FIELD_NUMBER: builtins.int
     RECOMPUTE_OLD_LOGPROBS_FIELD_NUMBER: builtins.int
+    DUAL_CLIP_FIELD_NUMBER: builtins.int
+    KL_COEFFICIENT_FIELD_NUMBER: builtins.int
+    KL_ESTIMATOR_FIELD_NUMBER: builtins.int
+    FIXED_LENGTH_TOKENS_FIELD_NUMBER: builtins.int
+    IMPORTANCE_WEIGHT_FIELD_NUMBER: builtins.int
+    IMPORTANCE_MASKS_FIELD_NUMBER: builtins.int
+    VALUE_CLIP_FIELD_NUMBER: builtins.int
     policy_loss: builtins.str
     """Name of the policy loss, one of `LearnerServiceGetInfoResponse.policy_losses`; empty means `ppo_clip`."""
     clip_low: builtins.float
@@ -160,6 +327,24 @@ class LossSettings(google.protobuf.message.Message):
     """If true, old log-probabilities are recomputed by the learner before the first optimizer step and
     replace the behaviour log-probabilities in the ratio.
     """
+    dual_clip: builtins.float
+    """Bound of the loss where the advantage is negative: at most `dual_clip` times the advantage's size. > 1; 0 is off."""
+    kl_coefficient: builtins.float
+    """Coefficient of the divergence to the reference in the loss, >= 0. Positive: every sample needs `reference_logprobs`."""
+    kl_estimator: global___KlEstimator.ValueType
+    """How that divergence is estimated."""
+    fixed_length_tokens: builtins.int
+    """Length that LOSS_AGGREGATION_FIXED_LENGTH divides by, > 0 there."""
+    value_clip: builtins.float
+    """The critic's prediction is clipped to within this of `TrainSample.values`; > 0; 0 is off."""
+    @property
+    def importance_weight(self) -> global___ImportanceWeight:
+        """Importance weight between engine and learner; unset means none. Needs `recompute_old_logprobs`."""
+
+    @property
+    def importance_masks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ImportanceMask]:
+        """Masks between engine and learner, all of which must let a token pass. Need `recompute_old_logprobs`."""
+
     def __init__(
         self,
         *,
@@ -170,8 +355,16 @@ class LossSettings(google.protobuf.message.Message):
         aggregation: global___LossAggregation.ValueType = ...,
         temperature: builtins.float = ...,
         recompute_old_logprobs: builtins.bool = ...,
+        dual_clip: builtins.float = ...,
+        kl_coefficient: builtins.float = ...,
+        kl_estimator: global___KlEstimator.ValueType = ...,
+        fixed_length_tokens: builtins.int = ...,
+        importance_weight: global___ImportanceWeight | None = ...,
+        importance_masks: collections.abc.Iterable[global___ImportanceMask] | None = ...,
+        value_clip: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "entropy_coefficient", b"entropy_coefficient", "policy_loss", b"policy_loss", "recompute_old_logprobs", b"recompute_old_logprobs", "temperature", b"temperature"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["importance_weight", b"importance_weight"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aggregation", b"aggregation", "clip_high", b"clip_high", "clip_low", b"clip_low", "dual_clip", b"dual_clip", "entropy_coefficient", b"entropy_coefficient", "fixed_length_tokens", b"fixed_length_tokens", "importance_masks", b"importance_masks", "importance_weight", b"importance_weight", "kl_coefficient", b"kl_coefficient", "kl_estimator", b"kl_estimator", "policy_loss", b"policy_loss", "recompute_old_logprobs", b"recompute_old_logprobs", "temperature", b"temperature", "value_clip", b"value_clip"]) -> None: ...
 
 global___LossSettings = LossSettings
 
@@ -186,8 +379,17 @@ class TrainSample(google.protobuf.message.Message):
     LOSS_MASK_FIELD_NUMBER: builtins.int
     ADVANTAGES_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    REFERENCE_LOGPROBS_FIELD_NUMBER: builtins.int
+    RETURNS_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    COMPARABLE_LOGPROBS_FIELD_NUMBER: builtins.int
     sample_id: builtins.str
     """Identifier, unique in the step; for a whole trajectory its `trajectory_id`."""
+    comparable_logprobs: builtins.bool
+    """True if `logprobs` can be compared with the learner's own: weights of `TrainHeader.base_version` drew every trained token,
+    at `LossSettings.temperature` and without top-p or top-k. The metrics `actor/logprob_gap_*` are over such samples. Not part
+    of the digest: it changes no weights.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids; length L >= 2."""
@@ -204,6 +406,18 @@ class TrainSample(google.protobuf.message.Message):
     def logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """As long as `token_ids`; log-probabilities of the behaviour policy, read only where `loss_mask` is true."""
 
+    @property
+    def reference_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """As long as `token_ids` or empty; log-probabilities of the reference, read only where `loss_mask` is true."""
+
+    @property
+    def returns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """As long as `token_ids` or empty; what the critic is to predict at each position, read only where `loss_mask` is true."""
+
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """As long as `token_ids` or empty; what the critic predicted before the step, read only where `loss_mask` is true."""
+
     def __init__(
         self,
         *,
@@ -212,8 +426,12 @@ class TrainSample(google.protobuf.message.Message):
         loss_mask: collections.abc.Iterable[builtins.bool] | None = ...,
         advantages: collections.abc.Iterable[builtins.float] | None = ...,
         logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        reference_logprobs: collections.abc.Iterable[builtins.float] | None = ...,
+        returns: collections.abc.Iterable[builtins.float] | None = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+        comparable_logprobs: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "sample_id", b"sample_id", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "comparable_logprobs", b"comparable_logprobs", "logprobs", b"logprobs", "loss_mask", b"loss_mask", "reference_logprobs", b"reference_logprobs", "returns", b"returns", "sample_id", b"sample_id", "token_ids", b"token_ids", "values", b"values"]) -> None: ...
 
 global___TrainSample = TrainSample
 
@@ -228,10 +446,16 @@ class TrainHeader(google.protobuf.message.Message):
     LOSS_FIELD_NUMBER: builtins.int
     OPTIMIZER_STEPS_FIELD_NUMBER: builtins.int
     SHUFFLE_SEED_FIELD_NUMBER: builtins.int
+    TRAIN_CRITIC_FIELD_NUMBER: builtins.int
+    FREEZE_POLICY_FIELD_NUMBER: builtins.int
     optimizer_steps: builtins.int
     """Number of optimizer steps that the samples are divided into, >= 1; more than the number of samples is reduced to it."""
     shuffle_seed: builtins.int
     """Seed of the shuffle that divides the samples."""
+    train_critic: builtins.bool
+    """Train the critic as well; every sample needs `returns`, and with `LossSettings.value_clip` also `values`."""
+    freeze_policy: builtins.bool
+    """Leave the policy as it is, while the critic warms up. The version still counts on. Needs `train_critic`."""
     @property
     def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
         """Coordinator that asks."""
@@ -252,9 +476,11 @@ class TrainHeader(google.protobuf.message.Message):
         loss: global___LossSettings | None = ...,
         optimizer_steps: builtins.int = ...,
         shuffle_seed: builtins.int = ...,
+        train_critic: builtins.bool = ...,
+        freeze_policy: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["base_version", b"base_version", "fence", b"fence", "loss", b"loss"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base_version", b"base_version", "fence", b"fence", "loss", b"loss", "optimizer_steps", b"optimizer_steps", "shuffle_seed", b"shuffle_seed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_version", b"base_version", "fence", b"fence", "freeze_policy", b"freeze_policy", "loss", b"loss", "optimizer_steps", b"optimizer_steps", "shuffle_seed", b"shuffle_seed", "train_critic", b"train_critic"]) -> None: ...
 
 global___TrainHeader = TrainHeader
 
@@ -290,7 +516,8 @@ class TrainCommit(google.protobuf.message.Message):
     """Number of samples sent."""
     digest: builtins.bytes
     """SHA-256 (32 bytes) over, for each sample in the order sent: its id in UTF-8, a zero byte, L as uint64, then
-    token ids as int32, loss mask as bytes 0 or 1, advantages and logprobs as float32; all little-endian.
+    token ids as int32, loss mask as bytes 0 or 1, advantages and logprobs as float32; then for each of reference_logprobs,
+    returns and values one byte, 0 where the field is empty, else 1 followed by its values as float32; all little-endian.
     """
     def __init__(
         self,
@@ -401,8 +628,11 @@ class ScoreRequest(google.protobuf.message.Message):
 
     SAMPLES_FIELD_NUMBER: builtins.int
     TEMPERATURE_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """Temperature that logits are divided by, > 0; 0 means 1."""
+    model: global___ScoredModel.ValueType
+    """Which model scores; one of `LearnerServiceGetInfoResponse.models`."""
     @property
     def samples(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainSample]:
         """Samples; `advantages` and `logprobs` are ignored and may be empty."""
@@ -412,8 +642,9 @@ class ScoreRequest(google.protobuf.message.Message):
         *,
         samples: collections.abc.Iterable[global___TrainSample] | None = ...,
         temperature: builtins.float = ...,
+        model: global___ScoredModel.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["samples", b"samples", "temperature", b"temperature"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["model", b"model", "samples", b"samples", "temperature", b"temperature"]) -> None: ...
 
 global___ScoreRequest = ScoreRequest
 
@@ -426,6 +657,7 @@ class SampleScore(google.protobuf.message.Message):
     SAMPLE_ID_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     ENTROPIES_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
     sample_id: builtins.str
     """Identifier of the sample."""
     @property
@@ -436,14 +668,21 @@ class SampleScore(google.protobuf.message.Message):
     def entropies(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """As long as the sample: entropy in nats of the distribution that each token was drawn from, 0 where the mask is false."""
 
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """From the critic alone, as long as the sample: predicted return from each token on, given the tokens before it, 0 where
+        the mask is false.
+        """
+
     def __init__(
         self,
         *,
         sample_id: builtins.str = ...,
         logprobs: collections.abc.Iterable[builtins.float] | None = ...,
         entropies: collections.abc.Iterable[builtins.float] | None = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entropies", b"entropies", "logprobs", b"logprobs", "sample_id", b"sample_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entropies", b"entropies", "logprobs", b"logprobs", "sample_id", b"sample_id", "values", b"values"]) -> None: ...
 
 global___SampleScore = SampleScore
 
@@ -527,3 +766,193 @@ class ExportResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "path", b"path", "version", b"version"]) -> None: ...
 
 global___ExportResponse = ExportResponse
+
+@typing.final
+class SaveCheckpointRequest(google.protobuf.message.Message):
+    """SaveCheckpointRequest asks for a checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the checkpoint, `[a-z0-9][a-z0-9_.-]{0,62}`; never a path."""
+    keep: builtins.int
+    """After success only so many checkpoints are kept, the ones written last; 0 keeps all."""
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+        name: builtins.str = ...,
+        keep: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence", "keep", b"keep", "name", b"name"]) -> None: ...
+
+global___SaveCheckpointRequest = SaveCheckpointRequest
+
+@typing.final
+class SaveCheckpointResponse(google.protobuf.message.Message):
+    """SaveCheckpointResponse reports a complete checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """Absolute path on the learner's host."""
+    digest: builtins.bytes
+    """SHA-256 (32 bytes) of the checkpoint's manifest, which holds the digests of all its files."""
+    bytes: builtins.int
+    """Size of all files in bytes."""
+    @property
+    def version(self) -> rollwire.v1.weights_pb2.WeightVersion:
+        """Version saved."""
+
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        version: rollwire.v1.weights_pb2.WeightVersion | None = ...,
+        digest: builtins.bytes = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "digest", b"digest", "path", b"path", "version", b"version"]) -> None: ...
+
+global___SaveCheckpointResponse = SaveCheckpointResponse
+
+@typing.final
+class LoadCheckpointRequest(google.protobuf.message.Message):
+    """LoadCheckpointRequest asks the learner to go back to a checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the checkpoint."""
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    @property
+    def version(self) -> rollwire.v1.weights_pb2.WeightVersion:
+        """If set, the checkpoint is refused with `CHECKPOINT_MISMATCH` unless it holds this version."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+        name: builtins.str = ...,
+        version: rollwire.v1.weights_pb2.WeightVersion | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence", "name", b"name", "version", b"version"]) -> None: ...
+
+global___LoadCheckpointRequest = LoadCheckpointRequest
+
+@typing.final
+class LoadCheckpointResponse(google.protobuf.message.Message):
+    """LoadCheckpointResponse reports the state after loading."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    digest: builtins.bytes
+    """Digest of the present weights in the serving dtype, as in `WeightManifest.digest`."""
+    @property
+    def version(self) -> rollwire.v1.weights_pb2.WeightVersion:
+        """Present version, the checkpoint's."""
+
+    def __init__(
+        self,
+        *,
+        version: rollwire.v1.weights_pb2.WeightVersion | None = ...,
+        digest: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "version", b"version"]) -> None: ...
+
+global___LoadCheckpointResponse = LoadCheckpointResponse
+
+@typing.final
+class LearnerServiceSleepRequest(google.protobuf.message.Message):
+    """LearnerServiceSleepRequest frees the device."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence"]) -> None: ...
+
+global___LearnerServiceSleepRequest = LearnerServiceSleepRequest
+
+@typing.final
+class LearnerServiceSleepResponse(google.protobuf.message.Message):
+    """LearnerServiceSleepResponse reports a freed device."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FREED_BYTES_FIELD_NUMBER: builtins.int
+    freed_bytes: builtins.int
+    """Device memory given back in bytes, over all ranks, as the device's allocator counts it; 0 on CPU."""
+    def __init__(
+        self,
+        *,
+        freed_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["freed_bytes", b"freed_bytes"]) -> None: ...
+
+global___LearnerServiceSleepResponse = LearnerServiceSleepResponse
+
+@typing.final
+class LearnerServiceWakeRequest(google.protobuf.message.Message):
+    """LearnerServiceWakeRequest takes the device again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence"]) -> None: ...
+
+global___LearnerServiceWakeRequest = LearnerServiceWakeRequest
+
+@typing.final
+class LearnerServiceWakeResponse(google.protobuf.message.Message):
+    """LearnerServiceWakeResponse reports a learner that can train."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___LearnerServiceWakeResponse = LearnerServiceWakeResponse

@@ -59,6 +59,26 @@ class LearnerServiceStub(object):
                 request_serializer=rollwire_dot_v1_dot_learner__pb2.ExportRequest.SerializeToString,
                 response_deserializer=rollwire_dot_v1_dot_learner__pb2.ExportResponse.FromString,
                 _registered_method=True)
+        self.SaveCheckpoint = channel.unary_unary(
+                '/rollwire.v1.LearnerService/SaveCheckpoint',
+                request_serializer=rollwire_dot_v1_dot_learner__pb2.SaveCheckpointRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_learner__pb2.SaveCheckpointResponse.FromString,
+                _registered_method=True)
+        self.LoadCheckpoint = channel.unary_unary(
+                '/rollwire.v1.LearnerService/LoadCheckpoint',
+                request_serializer=rollwire_dot_v1_dot_learner__pb2.LoadCheckpointRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_learner__pb2.LoadCheckpointResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/rollwire.v1.LearnerService/Sleep',
+                request_serializer=rollwire_dot_v1_dot_learner__pb2.LearnerServiceSleepRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_learner__pb2.LearnerServiceSleepResponse.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/rollwire.v1.LearnerService/Wake',
+                request_serializer=rollwire_dot_v1_dot_learner__pb2.LearnerServiceWakeRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_learner__pb2.LearnerServiceWakeResponse.FromString,
+                _registered_method=True)
 
 
 class LearnerServiceServicer(object):
@@ -82,14 +102,16 @@ class LearnerServiceServicer(object):
         Idempotent by (`lineage`, `step`): a repeat of the latest step with the same digest returns the first answer,
         with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
         the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
-        `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage.
+        `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage. FAILED_PRECONDITION / `ASLEEP`.
+        INTERNAL / `RANK_FAILED` when a rank other than the one that serves has failed: the learner ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request_iterator, context):
-        """Score computes log-probabilities (and entropies) of the sampled tokens under the present weights. Read-only.
+        """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
+        or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -98,6 +120,43 @@ class LearnerServiceServicer(object):
     def Export(self, request, context):
         """Export writes the present weights as a Hugging Face directory below the server's own output directory.
         Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SaveCheckpoint(self, request, context):
+        """SaveCheckpoint writes everything that the following steps depend on below the server's own output directory: weights,
+        optimizer, critic, counters, generators. It appears under its name complete or not at all.
+
+        Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
+        FAILED_PRECONDITION / `ASLEEP`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadCheckpoint(self, request, context):
+        """LoadCheckpoint replaces the learner's state by a checkpoint's, its version included: what follows is bit for bit what
+        would have followed then, on the same devices with the same number of ranks.
+
+        Idempotent. NOT_FOUND / `UNKNOWN_CHECKPOINT`; DATA_LOSS / `CHECKPOINT_CORRUPT` names the file that is missing, short or
+        changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's. In all three cases the state is as before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Sleep moves parameters, moments and everything else on the device to host memory, so that a rollout server can use
+        the same device. Idempotent. ABORTED / `STEP_IN_PROGRESS`. Readers of the published version are served meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Wake moves everything back. Idempotent. RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED`: the learner stays asleep.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +184,26 @@ def add_LearnerServiceServicer_to_server(servicer, server):
                     servicer.Export,
                     request_deserializer=rollwire_dot_v1_dot_learner__pb2.ExportRequest.FromString,
                     response_serializer=rollwire_dot_v1_dot_learner__pb2.ExportResponse.SerializeToString,
+            ),
+            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveCheckpoint,
+                    request_deserializer=rollwire_dot_v1_dot_learner__pb2.SaveCheckpointRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_learner__pb2.SaveCheckpointResponse.SerializeToString,
+            ),
+            'LoadCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadCheckpoint,
+                    request_deserializer=rollwire_dot_v1_dot_learner__pb2.LoadCheckpointRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_learner__pb2.LoadCheckpointResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=rollwire_dot_v1_dot_learner__pb2.LearnerServiceSleepRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_learner__pb2.LearnerServiceSleepResponse.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=rollwire_dot_v1_dot_learner__pb2.LearnerServiceWakeRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_learner__pb2.LearnerServiceWakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -240,6 +319,114 @@ class LearnerService(object):
             '/rollwire.v1.LearnerService/Export',
             rollwire_dot_v1_dot_learner__pb2.ExportRequest.SerializeToString,
             rollwire_dot_v1_dot_learner__pb2.ExportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.LearnerService/SaveCheckpoint',
+            rollwire_dot_v1_dot_learner__pb2.SaveCheckpointRequest.SerializeToString,
+            rollwire_dot_v1_dot_learner__pb2.SaveCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.LearnerService/LoadCheckpoint',
+            rollwire_dot_v1_dot_learner__pb2.LoadCheckpointRequest.SerializeToString,
+            rollwire_dot_v1_dot_learner__pb2.LoadCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.LearnerService/Sleep',
+            rollwire_dot_v1_dot_learner__pb2.LearnerServiceSleepRequest.SerializeToString,
+            rollwire_dot_v1_dot_learner__pb2.LearnerServiceSleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.LearnerService/Wake',
+            rollwire_dot_v1_dot_learner__pb2.LearnerServiceWakeRequest.SerializeToString,
+            rollwire_dot_v1_dot_learner__pb2.LearnerServiceWakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,14 +41,17 @@ class LearnerServiceStub:
     Idempotent by (`lineage`, `step`): a repeat of the latest step with the same digest returns the first answer,
     with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
     the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
-    `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage.
+    `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage. FAILED_PRECONDITION / `ASLEEP`.
+    INTERNAL / `RANK_FAILED` when a rank other than the one that serves has failed: the learner ends.
     """
 
     Score: grpc.StreamStreamMultiCallable[
         rollwire.v1.learner_pb2.ScoreRequest,
         rollwire.v1.learner_pb2.ScoreResponse,
     ]
-    """Score computes log-probabilities (and entropies) of the sampled tokens under the present weights. Read-only."""
+    """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
+    or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`.
+    """
 
     Export: grpc.UnaryUnaryMultiCallable[
         rollwire.v1.learner_pb2.ExportRequest,
@@ -57,6 +60,42 @@ class LearnerServiceStub:
     """Export writes the present weights as a Hugging Face directory below the server's own output directory.
     Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version.
     """
+
+    SaveCheckpoint: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.learner_pb2.SaveCheckpointRequest,
+        rollwire.v1.learner_pb2.SaveCheckpointResponse,
+    ]
+    """SaveCheckpoint writes everything that the following steps depend on below the server's own output directory: weights,
+    optimizer, critic, counters, generators. It appears under its name complete or not at all.
+
+    Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
+    FAILED_PRECONDITION / `ASLEEP`.
+    """
+
+    LoadCheckpoint: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.learner_pb2.LoadCheckpointRequest,
+        rollwire.v1.learner_pb2.LoadCheckpointResponse,
+    ]
+    """LoadCheckpoint replaces the learner's state by a checkpoint's, its version included: what follows is bit for bit what
+    would have followed then, on the same devices with the same number of ranks.
+
+    Idempotent. NOT_FOUND / `UNKNOWN_CHECKPOINT`; DATA_LOSS / `CHECKPOINT_CORRUPT` names the file that is missing, short or
+    changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's. In all three cases the state is as before.
+    """
+
+    Sleep: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.learner_pb2.LearnerServiceSleepRequest,
+        rollwire.v1.learner_pb2.LearnerServiceSleepResponse,
+    ]
+    """Sleep moves parameters, moments and everything else on the device to host memory, so that a rollout server can use
+    the same device. Idempotent. ABORTED / `STEP_IN_PROGRESS`. Readers of the published version are served meanwhile.
+    """
+
+    Wake: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.learner_pb2.LearnerServiceWakeRequest,
+        rollwire.v1.learner_pb2.LearnerServiceWakeResponse,
+    ]
+    """Wake moves everything back. Idempotent. RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED`: the learner stays asleep."""
 
 class LearnerServiceAsyncStub:
     """LearnerService trains the policy. The weights that it publishes are read through `WeightsService` of the same server.
@@ -81,14 +120,17 @@ class LearnerServiceAsyncStub:
     Idempotent by (`lineage`, `step`): a repeat of the latest step with the same digest returns the first answer,
     with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
     the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
-    `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage.
+    `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage. FAILED_PRECONDITION / `ASLEEP`.
+    INTERNAL / `RANK_FAILED` when a rank other than the one that serves has failed: the learner ends.
     """
 
     Score: grpc.aio.StreamStreamMultiCallable[
         rollwire.v1.learner_pb2.ScoreRequest,
         rollwire.v1.learner_pb2.ScoreResponse,
     ]
-    """Score computes log-probabilities (and entropies) of the sampled tokens under the present weights. Read-only."""
+    """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
+    or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`.
+    """
 
     Export: grpc.aio.UnaryUnaryMultiCallable[
         rollwire.v1.learner_pb2.ExportRequest,
@@ -97,6 +139,42 @@ class LearnerServiceAsyncStub:
     """Export writes the present weights as a Hugging Face directory below the server's own output directory.
     Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version.
     """
+
+    SaveCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.learner_pb2.SaveCheckpointRequest,
+        rollwire.v1.learner_pb2.SaveCheckpointResponse,
+    ]
+    """SaveCheckpoint writes everything that the following steps depend on below the server's own output directory: weights,
+    optimizer, critic, counters, generators. It appears under its name complete or not at all.
+
+    Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
+    FAILED_PRECONDITION / `ASLEEP`.
+    """
+
+    LoadCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.learner_pb2.LoadCheckpointRequest,
+        rollwire.v1.learner_pb2.LoadCheckpointResponse,
+    ]
+    """LoadCheckpoint replaces the learner's state by a checkpoint's, its version included: what follows is bit for bit what
+    would have followed then, on the same devices with the same number of ranks.
+
+    Idempotent. NOT_FOUND / `UNKNOWN_CHECKPOINT`; DATA_LOSS / `CHECKPOINT_CORRUPT` names the file that is missing, short or
+    changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's. In all three cases the state is as before.
+    """
+
+    Sleep: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.learner_pb2.LearnerServiceSleepRequest,
+        rollwire.v1.learner_pb2.LearnerServiceSleepResponse,
+    ]
+    """Sleep moves parameters, moments and everything else on the device to host memory, so that a rollout server can use
+    the same device. Idempotent. ABORTED / `STEP_IN_PROGRESS`. Readers of the published version are served meanwhile.
+    """
+
+    Wake: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.learner_pb2.LearnerServiceWakeRequest,
+        rollwire.v1.learner_pb2.LearnerServiceWakeResponse,
+    ]
+    """Wake moves everything back. Idempotent. RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED`: the learner stays asleep."""
 
 class LearnerServiceServicer(metaclass=abc.ABCMeta):
     """LearnerService trains the policy. The weights that it publishes are read through `WeightsService` of the same server.
@@ -125,7 +203,8 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         Idempotent by (`lineage`, `step`): a repeat of the latest step with the same digest returns the first answer,
         with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
         the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
-        `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage.
+        `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage. FAILED_PRECONDITION / `ASLEEP`.
+        INTERNAL / `RANK_FAILED` when a rank other than the one that serves has failed: the learner ends.
         """
 
     @abc.abstractmethod
@@ -134,7 +213,9 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[rollwire.v1.learner_pb2.ScoreRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rollwire.v1.learner_pb2.ScoreResponse], collections.abc.AsyncIterator[rollwire.v1.learner_pb2.ScoreResponse]]:
-        """Score computes log-probabilities (and entropies) of the sampled tokens under the present weights. Read-only."""
+        """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
+        or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`.
+        """
 
     @abc.abstractmethod
     def Export(
@@ -145,5 +226,49 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         """Export writes the present weights as a Hugging Face directory below the server's own output directory.
         Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version.
         """
+
+    @abc.abstractmethod
+    def SaveCheckpoint(
+        self,
+        request: rollwire.v1.learner_pb2.SaveCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.learner_pb2.SaveCheckpointResponse, collections.abc.Awaitable[rollwire.v1.learner_pb2.SaveCheckpointResponse]]:
+        """SaveCheckpoint writes everything that the following steps depend on below the server's own output directory: weights,
+        optimizer, critic, counters, generators. It appears under its name complete or not at all.
+
+        Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
+        FAILED_PRECONDITION / `ASLEEP`.
+        """
+
+    @abc.abstractmethod
+    def LoadCheckpoint(
+        self,
+        request: rollwire.v1.learner_pb2.LoadCheckpointRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.learner_pb2.LoadCheckpointResponse, collections.abc.Awaitable[rollwire.v1.learner_pb2.LoadCheckpointResponse]]:
+        """LoadCheckpoint replaces the learner's state by a checkpoint's, its version included: what follows is bit for bit what
+        would have followed then, on the same devices with the same number of ranks.
+
+        Idempotent. NOT_FOUND / `UNKNOWN_CHECKPOINT`; DATA_LOSS / `CHECKPOINT_CORRUPT` names the file that is missing, short or
+        changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's. In all three cases the state is as before.
+        """
+
+    @abc.abstractmethod
+    def Sleep(
+        self,
+        request: rollwire.v1.learner_pb2.LearnerServiceSleepRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.learner_pb2.LearnerServiceSleepResponse, collections.abc.Awaitable[rollwire.v1.learner_pb2.LearnerServiceSleepResponse]]:
+        """Sleep moves parameters, moments and everything else on the device to host memory, so that a rollout server can use
+        the same device. Idempotent. ABORTED / `STEP_IN_PROGRESS`. Readers of the published version are served meanwhile.
+        """
+
+    @abc.abstractmethod
+    def Wake(
+        self,
+        request: rollwire.v1.learner_pb2.LearnerServiceWakeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.learner_pb2.LearnerServiceWakeResponse, collections.abc.Awaitable[rollwire.v1.learner_pb2.LearnerServiceWakeResponse]]:
+        """Wake moves everything back. Idempotent. RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED`: the learner stays asleep."""
 
 def add_LearnerServiceServicer_to_server(servicer: LearnerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
