@@ -170,7 +170,14 @@ def _parse_sample(path: str, sample: learner_pb2.TrainSample, limits: SequenceLi
     logprobs = _values(f"{path}.logprobs", sample.logprobs, length, np.float32)
     usable = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
     _refuse(f"{path}.logprobs", logprobs, trained & ~usable, "finite and <= 0 where loss_mask is true")
-    return Sample(sequence.sample_id, sequence.token_ids, sequence.loss_mask, advantages, logprobs)
+    return Sample(
+        sequence.sample_id,
+        sequence.token_ids,
+        sequence.loss_mask,
+        advantages,
+        logprobs,
+        comparable=sample.comparable_logprobs,
+    )
 
 
 def _values(path: str, values: Any, length: int, dtype: type[np.generic]) -> NDArray[Any]:

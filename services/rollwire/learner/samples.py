@@ -43,10 +43,12 @@ class Sample(ScoredSequence):
     Attributes:
         advantages: float32[L]; read where `loss_mask` is true.
         logprobs: float32[L]; behaviour log-probabilities, read where `loss_mask` is true.
+        comparable: Whether the present weights drew all of it from the distribution that the learner computes.
     """
 
     advantages: NDArray[np.float32]
     logprobs: NDArray[np.float32]
+    comparable: bool = False
 
 
 @dataclass(frozen=True)

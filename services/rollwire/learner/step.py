@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rollwire.learner.batching import Budget, optimizer_step_split
+from rollwire.learner.logprob_gap import GAP_PREFIX, logprob_gap
 from rollwire.learner.losses import LossSettings, MicroBatchTargets, micro_batch_loss, sample_weights
 from rollwire.learner.metrics import average, combine
 from rollwire.learner.model import Policy
 from rollwire.learner.optimizer import PolicyOptimizer
 from rollwire.learner.samples import Sample, at_targets, pad
 from rollwire.learner.scoring import PerToken, score
-
-_GAP: Final = "actor/logprob_gap_"
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,8 @@ def train_step(
     for chosen in optimizer_step_split(len(samples), settings.optimizer_steps, settings.shuffle_seed):
         report = _accumulate(policy, [samples[i] for i in chosen], [old[i] for i in chosen], settings.loss, budget)
         # Later optimizer steps would measure what the earlier ones changed, not how engine and learner differ.
-        gap = gap or {name: value for name, value in report.items() if name.startswith(_GAP)}
+        found = {name: report.pop(name) for name in list(report) if name.startswith(GAP_PREFIX)}
+        gap = gap if rates else found
         outcome = optimizer.step()
         rates.append(outcome.learning_rate)
         if outcome.applied:
@@ -73,6 +71,7 @@ def _accumulate(
     """Adds up the gradient of one optimizer step over micro-batches; returns its metrics."""
     weights = sample_weights(loss.aggregation, [sample.targets for sample in samples])
     step_tokens = sum(sample.targets for sample in samples)
+    comparable_tokens = sum(sample.targets for sample in samples if sample.comparable)
     parts = []
     for rows in budget.divide([sample.input_tokens for sample in samples]):
         budget.before_pass()
@@ -83,7 +82,7 @@ def _accumulate(
         )
         part, metrics = micro_batch_loss(scores.logprobs, scores.entropies, targets, loss, step_tokens)
         part.backward()  # type: ignore[no-untyped-call]
-        metrics |= _gap(scores.logprobs, chosen, step_tokens)
+        metrics |= logprob_gap(scores.logprobs, chosen, comparable_tokens)
         parts.append(dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True)))
     return combine(parts)
 
@@ -98,10 +97,3 @@ def _targets(
         old_logprobs=torch.from_numpy(at_targets(old, samples)).to(device),
         weights=torch.from_numpy(weights_N).to(device),
     )
-
-
-def _gap(logprobs_N: Tensor, samples: Sequence[Sample], step_tokens: int) -> dict[str, Tensor]:
-    """Returns how far the learner's log-probabilities are from those that the engine recorded."""
-    recorded = torch.from_numpy(at_targets([sample.logprobs for sample in samples], samples)).to(logprobs_N.device)
-    gap = (logprobs_N.detach() - recorded).abs()
-    return {f"{_GAP}mean": gap.sum() / step_tokens, f"{_GAP}max": gap.max()}

@@ -88,6 +88,7 @@ def batch() -> Callable[..., list[learner_pb2.TrainSample]]:
                     loss_mask=loss_mask.tolist(),
                     advantages=random.normal(size=length).tolist(),
                     logprobs=(-4 - random.random(length)).tolist(),
+                    comparable_logprobs=number % 2 == 0,
                 )
             )
         return samples

@@ -71,6 +71,8 @@ async def test_a_step_advances_the_version_and_changes_the_weights(connect: Conn
         "actor/skipped_steps",
         "actor/logprob_gap_mean",
         "actor/logprob_gap_max",
+        "actor/logprob_gap_k3",
+        "actor/logprob_gap_tokens",
         "actor_train/grad_norm",
     }
     assert expected <= set(answer.metrics)

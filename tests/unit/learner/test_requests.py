@@ -40,6 +40,13 @@ def test_a_valid_sample_is_taken_as_it_is() -> None:
     assert found.loss_mask.tolist() == [False, True, True]
     assert found.advantages.tolist() == [0.0, 1.5, -1.5]
     assert found.logprobs.tolist() == [0.0, -1.0, -2.0]
+    assert not found.comparable
+
+
+def test_whether_logprobs_are_comparable_is_taken_from_the_sample() -> None:
+    (found,) = parse_samples([sample(comparable_logprobs=True)], LIMITS)
+
+    assert found.comparable
 
 
 def test_position_0_is_never_trained() -> None:

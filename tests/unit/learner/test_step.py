@@ -184,22 +184,57 @@ def test_recomputed_old_logprobs_replace_those_of_the_engine(make_model: MakeMod
     assert metrics["actor/ratio_min"] == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_the_gap_to_the_engine_is_measured_before_the_first_optimizer_step(
-    recompute: bool, make_model: MakeModel, make_samples: MakeSamples
-) -> None:
-    model = make_model()
-    samples = make_samples()
+def shifted(model: Any, samples: list[Sample], shifts: list[float], comparable: list[bool]) -> list[Sample]:
+    """Returns samples whose recorded log-probabilities are the model's own minus a shift."""
     scores = score(Policy(model, CPU, "float32"), samples, 1.0, LARGE)
-    samples = [
-        replace(sample, logprobs=logprobs - np.float32(0.25))
-        for sample, (logprobs, _) in zip(samples, scores, strict=True)
+    return [
+        replace(sample, logprobs=logprobs - np.float32(shift), comparable=flag)
+        for sample, (logprobs, _), shift, flag in zip(samples, scores, shifts, comparable, strict=True)
     ]
 
-    metrics, _ = trained(model, samples, LARGE, recompute_old_logprobs=recompute)
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("budget", [LARGE, SMALL], ids=["one micro-batch", "many micro-batches"])
+def test_the_gap_to_the_engine_is_measured_before_the_first_optimizer_step(
+    recompute: bool, budget: Budget, make_model: MakeModel, make_samples: MakeSamples
+) -> None:
+    model, samples = make_model(), make_samples()
+    samples = shifted(model, samples, [0.25] * len(samples), [True] * len(samples))
+
+    metrics, _ = trained(model, samples, budget, recompute_old_logprobs=recompute)
 
     assert metrics["actor/logprob_gap_mean"] == pytest.approx(0.25, abs=1e-4)
     assert metrics["actor/logprob_gap_max"] == pytest.approx(0.25, abs=1e-4)
+    assert metrics["actor/logprob_gap_k3"] == pytest.approx(math.exp(0.25) - 1 - 0.25, abs=1e-4)
+    first, _ = optimizer_step_split(len(samples), 2, seed=1)
+    assert metrics["actor/logprob_gap_tokens"] == sum(samples[index].targets for index in first)
+
+
+def test_samples_of_other_weights_do_not_count_in_the_gap(make_model: MakeModel, make_samples: MakeSamples) -> None:
+    model, samples = make_model(), make_samples(6)
+    first, _ = optimizer_step_split(6, 2, seed=1)
+    fresh = {int(index) for index in first[:2]}
+    shifts = [0.001 if index in fresh else 3.0 for index in range(6)]
+
+    metrics, _ = trained(model, shifted(model, samples, shifts, [index in fresh for index in range(6)]), SMALL)
+
+    assert metrics["actor/logprob_gap_max"] == pytest.approx(0.001, abs=1e-5)
+    assert metrics["actor/logprob_gap_mean"] == pytest.approx(0.001, abs=1e-5)
+    assert metrics["actor/logprob_gap_k3"] == pytest.approx(0.001**2 / 2, rel=0.02)
+    assert metrics["actor/logprob_gap_tokens"] == sum(samples[index].targets for index in fresh)
+
+
+@pytest.mark.parametrize("fresh_in_the_second", [True, False])
+def test_without_comparable_samples_in_the_first_optimizer_step_there_is_no_gap(
+    fresh_in_the_second: bool, make_model: MakeModel, make_samples: MakeSamples
+) -> None:
+    model, samples = make_model(), make_samples(6)
+    _, second = optimizer_step_split(6, 2, seed=1)
+    comparable = [fresh_in_the_second and index in second for index in range(6)]
+
+    metrics, _ = trained(model, shifted(model, samples, [0.5] * 6, comparable), LARGE)
+
+    assert [name for name in metrics if "logprob_gap" in name] == []
 
 
 def test_a_gradient_that_is_not_finite_vetoes_its_optimizer_step_only(
