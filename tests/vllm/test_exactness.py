@@ -13,14 +13,13 @@ import torch
 
 from rollwire.rollout.engine import GenerationRequest
 from rollwire.rollout.engines.vllm_engine import VllmEngine
-from rollwire.rollout.engines.vllm_settings import VllmOptions
 from rollwire.rollout.engines.vllm_start import start_vllm_engine
 from rollwire.rollout.host_file import shared_memory
 from rollwire.rpc.digests import weights_digest
 from rollwire.rpc.errors import RollwireError
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_stream import HostTensor
-from rollwire.serving.config.sections import ModelSection
+from rollwire.serving.config.sections import ModelSection, VllmSection
 from rollwire.serving.model_tensors import held_digest, layouts
 from rollwire.v1 import trajectory_pb2
 
@@ -184,7 +183,7 @@ async def test_other_architectures_types_and_ranks(
         device="cpu",
         max_sequence_tokens=256,
         max_concurrent_sequences=16,
-        options=VllmOptions(tensor_parallel_size=ranks),
+        options=VllmSection(tensor_parallel_size=ranks),
     )
     try:
         model = kit.make_model(name, seed=6).to(torch_type)

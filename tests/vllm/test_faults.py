@@ -18,10 +18,10 @@ import pytest
 
 from rollwire.rollout.engine import GenerationError, GenerationRequest
 from rollwire.rollout.engines import vllm_start
-from rollwire.rollout.engines.vllm_settings import EngineRequest, VllmOptions, VllmSettings, choose
+from rollwire.rollout.engines.vllm_settings import EngineRequest, VllmSettings, choose
 from rollwire.rollout.engines.vllm_start import start_vllm_engine
 from rollwire.rpc.errors import RollwireError
-from rollwire.serving.config.sections import ModelSection
+from rollwire.serving.config.sections import ModelSection, VllmSection
 from rollwire.serving.server import ServeError
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -110,7 +110,7 @@ async def test_splitting_a_seeded_prompt_kills_vllm_and_we_say_why(
 ) -> None:
     """The fault that the CPU's settings avoid. When this test fails, vLLM has been repaired: split prompts again."""
 
-    def splitting(request: EngineRequest, options: VllmOptions) -> VllmSettings:
+    def splitting(request: EngineRequest, options: VllmSection) -> VllmSettings:
         settings = choose(request, options)
         arguments = {**settings.arguments, "enable_chunked_prefill": True, "max_num_batched_tokens": 64}
         return dataclasses.replace(settings, arguments=arguments)
@@ -175,13 +175,12 @@ async def test_sequences_longer_than_the_model_are_refused(model_directory: Call
 _OWNER = """
 import asyncio, sys
 from rollwire.rollout.engines.vllm_start import start_vllm_engine
-from rollwire.rollout.engines.vllm_settings import VllmOptions
-from rollwire.serving.config.sections import ModelSection
+from rollwire.serving.config.sections import ModelSection, VllmSection
 
 async def main():
     engine = await start_vllm_engine(ModelSection(path=sys.argv[1]), device="cpu", max_sequence_tokens=64,
                                      max_concurrent_sequences=4,
-                                     options=VllmOptions(tensor_parallel_size=int(sys.argv[2])))
+                                     options=VllmSection(tensor_parallel_size=int(sys.argv[2])))
     print("ready", flush=True)
     await asyncio.sleep(600)
 

@@ -127,16 +127,46 @@ class Engine(Protocol):
     async def abort_all(self) -> None:
         """Ends all generations with STOP_REASON_ABORTED; returns when the last one has ended."""
 
-    async def load_weights(self, version: weights_pb2.WeightVersion, tensors: Mapping[str, HostTensor]) -> bytes:
+    async def stage_weights(
+        self,
+        version: weights_pb2.WeightVersion,
+        tensors: Mapping[str, HostTensor],
+        sha256: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """Prepares a load while generations run, so that `load_weights` takes less time; may do nothing.
+
+        The load that follows gets the same arguments, or never comes.
+
+        Raises:
+            RollwireError: INTERNAL / `INTERNAL`; the weights that serve are not affected.
+        """
+
+    async def load_weights(
+        self,
+        version: weights_pb2.WeightVersion,
+        tensors: Mapping[str, HostTensor],
+        sha256: Mapping[str, bytes] | None = None,
+    ) -> bytes:
         """Replaces all weights in place and forgets every kept prefix.
 
         Args:
             version: Version that the weights are.
             tensors: Exactly the tensors of `layouts`.
+            sha256: SHA-256 (32 bytes) of each tensor, if it is known.
 
         Returns:
             `WeightManifest.digest` (32 bytes), computed from what the engine now holds.
         """
+
+    async def held_digest(self) -> bytes:
+        """Reads every tensor back and returns the `WeightManifest.digest` (32 bytes) of what the engine holds now.
+
+        Raises:
+            RollwireError: INTERNAL / `INTERNAL`: they cannot be read.
+        """
+
+    async def failed(self) -> str:
+        """Returns, in one line, why the engine cannot generate any more; does not return while it can."""
 
     async def close(self) -> None:
         """Aborts what runs and frees the device."""

@@ -9,7 +9,8 @@ from typing import Any, Final
 import grpc.aio
 
 from rollwire.rollout.chat import ChatEncoder
-from rollwire.rollout.engines.transformers_engine import TransformersEngine
+from rollwire.rollout.engine import Engine
+from rollwire.rollout.engines.choose import start_engine
 from rollwire.rollout.environments import EnvironmentPool
 from rollwire.rollout.episode import EpisodeRunner, Hashes
 from rollwire.rollout.groups import GroupRunner
@@ -21,10 +22,8 @@ from rollwire.rollout.sessions import SessionOpener
 from rollwire.rollout.weights import WeightUpdater
 from rollwire.rpc.deadlines import deadline_s
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
-from rollwire.serving.accelerator import Accelerator, prepare
 from rollwire.serving.config.models import RunConfig
-from rollwire.serving.model_files import load_model, load_tokenizer, template_hash, tokenizer_hash
-from rollwire.serving.model_tensors import SERVING_TYPES
+from rollwire.serving.model_files import load_tokenizer, template_hash, tokenizer_hash
 from rollwire.serving.server import Readiness, ServeError
 from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import rollout_pb2_grpc
@@ -53,6 +52,7 @@ class RolloutServer:
         self._config = config
         self._servicer = RolloutServicer()
         self._opener: SessionOpener | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         """See `Service`."""
@@ -63,19 +63,15 @@ class RolloutServer:
         """Loads the model.
 
         Raises:
-            ServeError: Model, tokenizer or templates cannot be used.
+            ServeError: Model, tokenizer, templates or engine cannot be used.
         """
         config = self._config
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         prompts = _templates(config)
-        accelerator, tokenizer, model = await asyncio.to_thread(_load, config)
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
         encoder = ChatEncoder(tokenizer)
-        engine = TransformersEngine(
-            model,
-            accelerator,
-            max_sequence_tokens=config.rollout.max_episode_tokens,
-            max_concurrent_sequences=config.rollout.max_concurrent_sequences,
-        )
+        started = await start_engine(config)
+        engine = started.engine
         hashes = Hashes(
             tokenizer_hash(tokenizer), template_hash(tokenizer.chat_template, [prompts.system, prompts.turn])
         )
@@ -85,23 +81,26 @@ class RolloutServer:
         limits = Limits(
             vocabulary_size=engine.description.vocabulary_size,
             max_sequence_tokens=engine.description.max_sequence_tokens,
-            end_token_ids=_end_token_ids(model, tokenizer, encoder),
+            end_token_ids=started.end_token_ids | _end_token_ids(tokenizer, encoder),
             environment_targets=tuple(config.services.environment),
         )
         self._servicer.parts = Parts(
             policy=policy,
-            updater=WeightUpdater(policy),
+            updater=WeightUpdater(policy, buffers=started.buffers),
             groups=GroupRunner(runner, config.rollout.max_episodes),
             pool=pool,
             limits=limits,
             hashes=hashes,
             # A kept prefix changes the last bits of what follows, so in a deterministic run callers get none.
-            keep_prefixes=not accelerator.deterministic,
+            keep_prefixes=not config.run.deterministic,
         )
         await readiness.set(True)
+        self._watch = asyncio.create_task(_end_with(engine, readiness))
 
     async def close(self) -> None:
         """See `Service`."""
+        if self._watch is not None:
+            self._watch.cancel()
         parts = self._servicer.parts
         if parts is not None and self._opener is not None:
             await parts.updater.close()
@@ -110,16 +109,9 @@ class RolloutServer:
             await parts.policy.engine.close()
 
 
-def _load(config: RunConfig) -> tuple[Accelerator, Any, Any]:
-    accelerator = prepare(
-        device=config.device,
-        attention=config.model.attention,
-        torch_threads=config.rollout.torch_threads,
-        deterministic=config.run.deterministic,
-    )
-    tokenizer = load_tokenizer(config.model)
-    dtype = SERVING_TYPES[config.model.dtype]
-    return accelerator, tokenizer, load_model(config.model, dtype, accelerator.device, accelerator.attention)
+async def _end_with(engine: Engine, readiness: Readiness) -> None:
+    """Ends the server when its engine has failed."""
+    await readiness.fail(await engine.failed())
 
 
 def _templates(config: RunConfig) -> PromptTemplates:
@@ -132,13 +124,9 @@ def _templates(config: RunConfig) -> PromptTemplates:
         raise ServeError(f"rollout.turn_template: {error}") from error
 
 
-def _end_token_ids(model: Any, tokenizer: Any, encoder: ChatEncoder) -> frozenset[int]:
-    """Returns the model's own end tokens, and the one that ends an assistant message in its chat template."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    found = set(configured if isinstance(configured, list) else [configured])
-    return frozenset(
-        token for token in found | {tokenizer.eos_token_id, encoder.end_of_turn_id} if isinstance(token, int)
-    )
+def _end_token_ids(tokenizer: Any, encoder: ChatEncoder) -> frozenset[int]:
+    """Returns the tokenizer's own end token, and the one that ends an assistant message in its chat template."""
+    return frozenset(token for token in (tokenizer.eos_token_id, encoder.end_of_turn_id) if isinstance(token, int))
 
 
 def _step_timeout_s(config: RunConfig) -> float:

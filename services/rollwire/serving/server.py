@@ -31,7 +31,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class ServeError(Exception):
-    """The server cannot start; the text is one line for the user."""
+    """The server cannot start or cannot go on; the text is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,17 @@ class Readiness:
     def __init__(self, servicer: health.aio.HealthServicer, name: str) -> None:
         self._servicer = servicer
         self._name = name
+        self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def set(self, ready: bool) -> None:
         """Reports SERVING or NOT_SERVING from now on."""
         await self._servicer.set(self._name, _SERVING if ready else _NOT_SERVING)
+
+    async def fail(self, cause: str) -> None:
+        """Reports NOT_SERVING and ends the server, which cannot answer any more. The cause is one line for the user."""
+        await self.set(False)
+        if not self.failure.done():
+            self.failure.set_result(cause)
 
 
 class Service(Protocol):
@@ -87,10 +94,17 @@ class Service(Protocol):
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that accepts calls at `address` (`host:port`)."""
+    """A server that accepts calls.
+
+    Attributes:
+        address: `host:port`.
+        service: What it serves.
+        failure: Done, with the cause in one line, once the service cannot answer any more.
+    """
 
     address: str
     service: Service
+    failure: asyncio.Future[str]
 
 
 @asynccontextmanager
@@ -123,7 +137,7 @@ async def serving(
             _write_ready_file(binding.ready_file, address)
         _log.info("listening", address=address, grpc_service=service.full_name)
         await service.start(readiness)
-        yield RunningServer(address, service)
+        yield RunningServer(address, service, readiness.failure)
     finally:
         await health_servicer.enter_graceful_shutdown()
         gate.draining = True
@@ -133,7 +147,11 @@ async def serving(
 
 
 async def serve_forever(service: Service, binding: Binding) -> None:
-    """Serves until SIGTERM or SIGINT; a second signal ends the process at once."""
+    """Serves until SIGTERM or SIGINT; a second signal ends the process at once.
+
+    Raises:
+        ServeError: The server cannot start, or cannot go on.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -144,8 +162,12 @@ async def serve_forever(service: Service, binding: Binding) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    async with serving(service, binding):
-        await stop.wait()
+    async with serving(service, binding) as server:
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
+        if server.failure.done():
+            stopping.cancel()
+            raise ServeError(server.failure.result())
 
 
 def _check_binding(binding: Binding) -> None:

@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from rollwire.client.rollout import RolloutClient
-from rollwire.rollout import service as rollout_service
+from rollwire.rollout.engines import choose
 from rollwire.rollout.service import RolloutServer
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.serving.config.models import RunConfig
@@ -46,14 +46,14 @@ async def test_calls_before_the_model_is_loaded_are_told_to_wait(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loading, go_on = asyncio.Event(), threading.Event()
-    load, loop = rollout_service._load, asyncio.get_running_loop()
+    load, loop = choose._load, asyncio.get_running_loop()
 
     def slow(settings: RunConfig) -> Any:
         loop.call_soon_threadsafe(loading.set)
         go_on.wait(10)
         return load(settings)
 
-    monkeypatch.setattr(rollout_service, "_load", slow)
+    monkeypatch.setattr(choose, "_load", slow)
     binding = Binding(ready_file=model_directory / "ready.json")
 
     async def use() -> None:

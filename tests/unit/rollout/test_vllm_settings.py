@@ -11,7 +11,6 @@ from rollwire.rollout.engines.expert_names import check_experts, split_experts
 from rollwire.rollout.engines.vllm_names import checkpoint_names
 from rollwire.rollout.engines.vllm_settings import (
     EngineRequest,
-    VllmOptions,
     apply,
     check_environment,
     check_version,
@@ -20,6 +19,7 @@ from rollwire.rollout.engines.vllm_settings import (
 )
 from rollwire.rollout.engines.vllm_weights import WeightsNotHeldError, check_reports
 from rollwire.rollout.host_file import FileEntry
+from rollwire.serving.config.sections import VllmSection
 from rollwire.serving.model_tensors import layouts
 from rollwire.serving.server import ServeError
 from rollwire.v1 import weights_pb2
@@ -44,7 +44,7 @@ def asked(**changes: Any) -> EngineRequest:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
 def test_what_every_device_gets(device: str) -> None:
-    settings = choose(asked(device=device), VllmOptions())
+    settings = choose(asked(device=device), VllmSection())
     assert settings.arguments["logprobs_mode"] == "processed_logprobs"
     assert settings.arguments["generation_config"] == "vllm"
     assert settings.arguments["enable_prefix_caching"] is True
@@ -54,30 +54,30 @@ def test_what_every_device_gets(device: str) -> None:
 
 @pytest.mark.parametrize("batched", [0, 16, 100_000])
 def test_on_cpu_no_prompt_is_ever_split(batched: int) -> None:
-    arguments = choose(asked(), VllmOptions(max_batched_tokens=batched)).arguments
+    arguments = choose(asked(), VllmSection(max_batched_tokens=batched)).arguments
     assert arguments["enable_chunked_prefill"] is False
     assert arguments["max_num_batched_tokens"] >= 1000 + 64
     assert arguments["enforce_eager"] is True
 
 
 def test_on_accelerators_prompts_may_be_split() -> None:
-    assert "enable_chunked_prefill" not in choose(asked(device="cuda"), VllmOptions()).arguments
-    chosen = choose(asked(device="cuda"), VllmOptions(max_batched_tokens=512, kv_cache_mib=3)).arguments
+    assert "enable_chunked_prefill" not in choose(asked(device="cuda"), VllmSection()).arguments
+    chosen = choose(asked(device="cuda"), VllmSection(max_batched_tokens=512, kv_cache_mib=3)).arguments
     assert (chosen["max_num_batched_tokens"], chosen["kv_cache_memory_bytes"]) == (512, 3 * MIB)
 
 
 def test_memory_for_keys_and_values_on_cpu() -> None:
-    def chosen(options: VllmOptions | None = None, **changes: Any) -> int:
-        return int(choose(asked(**changes), options or VllmOptions()).arguments["kv_cache_memory_bytes"])
+    def chosen(options: VllmSection | None = None, **changes: Any) -> int:
+        return int(choose(asked(**changes), options or VllmSection()).arguments["kv_cache_memory_bytes"])
 
     assert chosen() == 2 * 64 * 1024 * 1024 + 32 * 1024
     assert chosen(kv_bytes_per_token=1 << 20) == 4096 * MIB + 32 * MIB
     assert chosen(kv_bytes_per_token=1 << 23) == 1024 * 8 * MIB + 32 * 8 * MIB, "one sequence must fit"
-    assert chosen(VllmOptions(kv_cache_mib=7)) == 7 * MIB
+    assert chosen(VllmSection(kv_cache_mib=7)) == 7 * MIB
 
 
 def test_deterministic_runs_compute_one_sequence_at_a_time() -> None:
-    arguments = choose(asked(deterministic=True), VllmOptions()).arguments
+    arguments = choose(asked(deterministic=True), VllmSection()).arguments
     assert arguments["max_num_seqs"] == 1
     assert arguments["enable_prefix_caching"] is False
 
@@ -100,7 +100,7 @@ def test_variables_that_open_the_engine_are_refused(name: str) -> None:
 def test_the_weight_format_of_ascend_is_refused() -> None:
     with pytest.raises(ServeError, match=r"VLLM_ASCEND_ENABLE_NZ is '1'.*set it to 0"):
         check_environment({"VLLM_ASCEND_ENABLE_NZ": "1"})
-    assert choose(asked(device="npu"), VllmOptions()).environment["VLLM_ASCEND_ENABLE_NZ"] == "0"
+    assert choose(asked(device="npu"), VllmSection()).environment["VLLM_ASCEND_ENABLE_NZ"] == "0"
 
 
 @pytest.mark.parametrize("version", ["0.22.3", "0.9.0+cpu"])
@@ -117,7 +117,7 @@ def test_newer_versions_are_accepted(version: str) -> None:
 def test_a_users_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.setenv("ROLLWIRE_ENGINE_OWNER_PID", "1")
-    settings = choose(asked(device="cuda"), VllmOptions())
+    settings = choose(asked(device="cuda"), VllmSection())
     for name in settings.environment:
         if name != "VLLM_LOGGING_LEVEL":
             monkeypatch.delenv(name, raising=False)

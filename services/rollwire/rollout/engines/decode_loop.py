@@ -6,6 +6,7 @@ through one callback per pass, so that a batch of a hundred sequences wakes the 
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import threading
 import time
@@ -37,6 +38,11 @@ class DecodeLoop:
         scheduler: Plans passes.
         wide: Type in which probabilities are summed.
         deliver: Called in the decoding thread with the pieces and errors of one pass.
+
+    Attributes:
+        version: Version of the weights; changed in the decoding thread.
+        generated_tokens: Tokens drawn so far.
+        ended: Done once the thread has ended, however.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler, wide: torch.dtype, deliver: Deliver) -> None:
@@ -50,10 +56,12 @@ class DecodeLoop:
         self._outbox: list[tuple[Generation, Outcome]] = []
         self.version = weights_pb2.WeightVersion()
         self.generated_tokens = 0
-        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+        self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run_to_end, name="decode", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
+        self.ended.set_running_or_notify_cancel()  # who waits for it and goes away does not cancel it
         self._thread.start()
 
     def post(self, command: Callable[[], None]) -> None:
@@ -99,6 +107,12 @@ class DecodeLoop:
             raise RuntimeError("weights may only change while nothing is generated")
         self._scheduler.forget_kept()
         self._runner.forget()
+
+    def _run_to_end(self) -> None:
+        try:
+            self._run()
+        finally:
+            self.ended.set_result(None)
 
     def _run(self) -> None:
         with torch.inference_mode():

@@ -127,7 +127,20 @@ class TransformersEngine:
         """See `Engine`."""
         await self._between_passes(self._loop.abort_all)
 
-    async def load_weights(self, version: weights_pb2.WeightVersion, tensors: Mapping[str, HostTensor]) -> bytes:
+    async def stage_weights(
+        self,
+        version: weights_pb2.WeightVersion,
+        tensors: Mapping[str, HostTensor],
+        sha256: Mapping[str, bytes] | None = None,
+    ) -> None:
+        """See `Engine`. Nothing can be prepared: loading copies from host memory into the parameters."""
+
+    async def load_weights(
+        self,
+        version: weights_pb2.WeightVersion,
+        tensors: Mapping[str, HostTensor],
+        sha256: Mapping[str, bytes] | None = None,
+    ) -> bytes:
         """See `Engine`."""
 
         def load() -> bytes:
@@ -137,6 +150,15 @@ class TransformersEngine:
             return held_digest(self._model, self._dtype)
 
         return await self._between_passes(load)
+
+    async def held_digest(self) -> bytes:
+        """See `Engine`."""
+        return await self._between_passes(lambda: held_digest(self._model, self._dtype))
+
+    async def failed(self) -> str:
+        """See `Engine`."""
+        await asyncio.wrap_future(self._loop.ended)
+        return "the decoding thread has ended; restart the rollout server"
 
     async def close(self) -> None:
         """See `Engine`."""

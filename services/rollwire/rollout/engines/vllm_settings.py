@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rollwire.rpc.limits import MIB
+from rollwire.serving.config.sections import VllmSection
 from rollwire.serving.logs import get_logger
 from rollwire.serving.server import ServeError
 
@@ -35,26 +36,6 @@ _CPU_BATCHED_TOKENS: Final = 2048
 _CPU_KV_CACHE_LIMIT_MIB: Final = 4096
 # An episode that waits for its environment is not being decoded, but its prefix should still be there afterwards.
 _CPU_KV_CACHE_SEQUENCES: Final = 2
-
-
-@dataclass(frozen=True)
-class VllmOptions:
-    """What a user may choose about vLLM; the section `rollout.vllm`.
-
-    Attributes:
-        tensor_parallel_size: Devices that share one copy of the model.
-        kv_cache_mib: Memory for keys and values per rank; 0 chooses: on CPU twice what all sequences need at full
-            length, at most 4 GiB; on accelerators what `gpu_memory_utilization` leaves.
-        gpu_memory_utilization: Share of an accelerator's memory that vLLM may use.
-        max_batched_tokens: Most tokens of one pass; 0 chooses.
-        enforce_eager: Do without CUDA or ACL graphs; always so on CPU.
-    """
-
-    tensor_parallel_size: int = 1
-    kv_cache_mib: int = 0
-    gpu_memory_utilization: float = 0.85
-    max_batched_tokens: int = 0
-    enforce_eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,7 +119,7 @@ def kv_bytes_per_token(config: Any, element_bytes: int, tensor_parallel_size: in
     return 2 * int(config.num_hidden_layers) * -(-int(heads) // tensor_parallel_size) * int(head_size) * element_bytes
 
 
-def choose(request: EngineRequest, options: VllmOptions) -> VllmSettings:
+def choose(request: EngineRequest, options: VllmSection) -> VllmSettings:
     """Returns the settings for a device."""
     batched = options.max_batched_tokens
     concurrent = 1 if request.deterministic else request.max_concurrent_sequences
@@ -187,7 +168,7 @@ def apply(settings: VllmSettings) -> None:
 
 
 def _for_cpu(
-    request: EngineRequest, options: VllmOptions, environment: dict[str, str], arguments: dict[str, Any]
+    request: EngineRequest, options: VllmSection, environment: dict[str, str], arguments: dict[str, Any]
 ) -> None:
     environment |= {
         # Binding to cores is for hosts that run nothing else.
@@ -226,13 +207,13 @@ def _for_cpu(
 
 
 def _for_cuda(
-    request: EngineRequest, options: VllmOptions, environment: dict[str, str], arguments: dict[str, Any]
+    request: EngineRequest, options: VllmSection, environment: dict[str, str], arguments: dict[str, Any]
 ) -> None:
     arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
 
 
 def _for_npu(
-    request: EngineRequest, options: VllmOptions, environment: dict[str, str], arguments: dict[str, Any]
+    request: EngineRequest, options: VllmSection, environment: dict[str, str], arguments: dict[str, Any]
 ) -> None:
     arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     environment |= {
@@ -245,7 +226,7 @@ def _for_npu(
     }
 
 
-_FOR_DEVICE: Final[dict[str, Callable[[EngineRequest, VllmOptions, dict[str, str], dict[str, Any]], None]]] = {
+_FOR_DEVICE: Final[dict[str, Callable[[EngineRequest, VllmSection, dict[str, str], dict[str, Any]], None]]] = {
     "cpu": _for_cpu,
     "cuda": _for_cuda,
     "npu": _for_npu,

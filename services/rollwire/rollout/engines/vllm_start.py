@@ -13,14 +13,13 @@ from rollwire.rollout.engines.vllm_names import checkpoint_names
 from rollwire.rollout.engines.vllm_process import EngineOutput, one_line, start_vllm
 from rollwire.rollout.engines.vllm_settings import (
     EngineRequest,
-    VllmOptions,
     check_environment,
     choose,
     kv_bytes_per_token,
 )
 from rollwire.rpc.errors import RollwireError
 from rollwire.serving.accelerator import select_device
-from rollwire.serving.config.sections import ModelSection
+from rollwire.serving.config.sections import ModelSection, VllmSection
 from rollwire.serving.logs import get_logger
 from rollwire.serving.model_files import model_source
 from rollwire.serving.model_tensors import SERVING_TYPES, WIRE_TYPES
@@ -37,7 +36,7 @@ async def start_vllm_engine(
     max_concurrent_sequences: int,
     torch_threads: int = 1,
     deterministic: bool = False,
-    options: VllmOptions | None = None,
+    options: VllmSection | None = None,
 ) -> VllmEngine:
     """Starts vLLM; the engine has random weights until the first `load_weights` and refuses to generate before.
 
@@ -48,12 +47,12 @@ async def start_vllm_engine(
         max_concurrent_sequences: Sequences decoded together.
         torch_threads: Threads of one operation on CPU; 0 leaves torch's choice.
         deterministic: Compute every sequence by itself.
-        options: What only vLLM has; default `VllmOptions()`.
+        options: What only vLLM has; default `VllmSection()`.
 
     Raises:
         ServeError: The environment, the model or vLLM itself does not allow it.
     """
-    options = options or VllmOptions()
+    options = options or VllmSection()
     check_environment(os.environ)
     dtype = SERVING_TYPES[section.dtype]
     source = model_source(section)
@@ -85,14 +84,18 @@ async def start_vllm_engine(
         max_concurrent_sequences=settings.arguments["max_num_seqs"],
     )
     engine = VllmEngine(vllm, description, names, output)
+    _log.info("vllm ready", vllm=version, logprobs_mode=await _prepare(engine, output))
+    return engine
+
+
+async def _prepare(engine: VllmEngine, output: EngineOutput) -> str:
+    """Makes the engine ready for weights and returns its mode of log-probabilities; closes it when that fails."""
     try:
-        logprobs_mode = await engine.prepare()
+        return await engine.prepare()
     except (GenerationError, RollwireError) as error:
         await engine.close()
         cause = output.failure() or (error.message if isinstance(error, RollwireError) else str(error))
         raise ServeError(f"the vllm engine cannot start: {cause}") from error
-    _log.info("vllm ready", vllm=version, logprobs_mode=logprobs_mode)
-    return engine
 
 
 def _load_config(section: ModelSection, source: str) -> Any:

