@@ -180,6 +180,15 @@ def bench_weights(context: typer.Context) -> None:
         _run_bench(command, "weights", context.args)
 
 
+@bench_app.command("rollout", add_help_option=False, context_settings=_PASS_ON)
+def bench_rollout(context: typer.Context) -> None:
+    """Tokens per second of episodes through the servers, beside the bare engine."""
+    with user_errors():
+        from rollwire.cli.bench_rollout import bench_rollout as command
+
+        _run_bench(command, "rollout", context.args)
+
+
 def _run_bench(command: Callable[..., None], name: str, arguments: list[str]) -> None:
     """Runs a benchmark, whose options are those of its function."""
     bench = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
