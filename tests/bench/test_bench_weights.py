@@ -33,7 +33,9 @@ def test_a_run_measures_everything(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     layouts = ModelShape(**SMALL, num_key_value_heads=4).layouts()
     assert result["model_bytes"] == sum(layout.byte_size for layout in layouts.values())
-    assert all(len(result[name]) == 2 and min(result[name]) > 0 for name in ("raw", "raw_sha256", "full", "link_delta"))
+    assert all(
+        len(result[name]) == 2 and min(result[name]) > 0 for name in ("raw", "raw_verified", "full", "link_delta")
+    )
     moved = [np.median(result["delta_bytes"][str(share)]) for share in SHARES]
     assert moved == sorted(moved)
     assert list(result["readers"]) == [str(count) for count in READERS]

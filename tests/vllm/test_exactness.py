@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rollwire.rollout.engine import GenerationRequest
 from rollwire.rollout.engines.vllm_engine import VllmEngine
 from rollwire.rollout.engines.vllm_start import start_vllm_engine
 from rollwire.rollout.host_file import shared_memory
-from rollwire.rpc.digests import weights_digest
+from rollwire.rpc.digests import tensor_digest, weights_digest
 from rollwire.rpc.errors import RollwireError
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_stream import HostTensor
@@ -31,7 +30,7 @@ SETTINGS = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 5), (0.7, 0.
 
 
 def tensors_digest(tensors: dict[str, HostTensor]) -> bytes:
-    return weights_digest((name, hashlib.sha256(tensor.data).digest()) for name, tensor in tensors.items())
+    return weights_digest((name, tensor_digest(tensor.data)) for name, tensor in tensors.items())
 
 
 async def assert_scores(kit: Any, engine: VllmEngine, model: Any, bound: float = 1e-4) -> None:

@@ -1,10 +1,11 @@
-"""Digests of the contract: of a training batch and of a set of weights. Pure functions."""
+"""Digests of the contract: of a training batch, of a tensor and of a set of weights. Pure functions."""
 
 from __future__ import annotations
 
 import hashlib
 import struct
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -27,15 +28,37 @@ def samples_digest(samples: Iterable[learner_pb2.TrainSample]) -> bytes:
     return digest.digest()
 
 
+class TensorHasher(Protocol):
+    """Makes `TensorSpec.digest` from a tensor's bytes as they come."""
+
+    def update(self, data: bytes | bytearray | memoryview, /) -> object:
+        """Takes the next bytes; other threads run meanwhile."""
+
+    def digest(self) -> bytes:
+        """Returns the digest (32 bytes) of the bytes taken so far."""
+
+
+def tensor_hasher() -> TensorHasher:
+    """Returns the hash function of tensors."""
+    return hashlib.sha256()
+
+
+def tensor_digest(data: bytes | bytearray | memoryview) -> bytes:
+    """Returns `TensorSpec.digest` (32 bytes) of a tensor's row-major little-endian bytes."""
+    hasher = tensor_hasher()
+    hasher.update(data)
+    return hasher.digest()
+
+
 def weights_digest(tensors: Iterable[tuple[str, bytes]]) -> bytes:
     """Returns `WeightManifest.digest` (32 bytes).
 
     Args:
-        tensors: Name and SHA-256 (32 bytes) of each tensor, in any order.
+        tensors: Name and `TensorSpec.digest` (32 bytes) of each tensor, in any order.
     """
     digest = hashlib.sha256()
-    for name, sha256 in sorted((name.encode(), sha256) for name, sha256 in tensors):
+    for name, tensor in sorted((name.encode(), tensor) for name, tensor in tensors):
         digest.update(name)
         digest.update(b"\0")
-        digest.update(sha256)
+        digest.update(tensor)
     return digest.digest()

@@ -1,20 +1,20 @@
 """The receiver of a weight stream: manifest → chunks → commit, verified while it arrives.
 
 Anything that is out of order, damaged, short or not what the manifest says is refused; until the commit is accepted and
-every tensor's SHA-256 agrees, nothing may be used. No sockets, no torch.
+every tensor's digest agrees, nothing may be used. No sockets, no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import zlib
 from collections.abc import AsyncIterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 
+from rollwire.rpc.digests import TensorHasher, tensor_hasher
 from rollwire.rpc.limits import MAX_CHUNK_BYTES
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_buffers import HostBuffers
@@ -49,7 +49,7 @@ class HeldWeights:
     Attributes:
         version: The version.
         digest: `WeightManifest.digest` of it.
-        sha256: SHA-256 of each tensor, by name.
+        tensor_digests: `TensorSpec.digest` of each tensor, by name.
         tensors: The tensors in the order they arrived; their memory is one buffer, see `release`.
         step: What changed from the base, where that was asked for and the version came so.
     """
@@ -64,7 +64,7 @@ class HeldWeights:
     ) -> None:
         self.version = manifest.version
         self.digest = manifest.digest
-        self.sha256 = {spec.name: spec.sha256 for spec in manifest.tensors}
+        self.tensor_digests = {spec.name: spec.digest for spec in manifest.tensors}
         self.tensors = tensors
         self.step = step
         self._buffer: memoryview | None = buffer
@@ -73,12 +73,12 @@ class HeldWeights:
     @property
     def base(self) -> Base:
         """What `check_manifest` needs to know of these weights as the base of the next update."""
-        return Base(self.version, self.digest, self.sha256)
+        return Base(self.version, self.digest, self.tensor_digests)
 
     def manifest(self) -> weights_pb2.WeightManifest:
         """Describes these weights for another reader, without hashing them again."""
         layouts = {name: TensorLayout(tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
-        return full_manifest(self.version, layouts, self.sha256)
+        return full_manifest(self.version, layouts, self.tensor_digests)
 
     def release(self) -> None:
         """Gives the memory back for the update after next; the tensors must not be used any more. Idempotent."""
@@ -99,7 +99,7 @@ class _Slot:
     payload: bytearray
     sink: memoryview
     lane: Lane
-    sha256: Any
+    hasher: TensorHasher
     change: SparseTensor | None = None
 
 
@@ -256,7 +256,7 @@ class WeightAssembler:
             target = self._buffer[start : start + spec.byte_size]
             payload = bytearray(0 if spec.encoding == _FULL else spec.payload_bytes)
             sink = target if spec.encoding == _FULL else memoryview(payload)
-            self._slots.append(_Slot(spec, target, payload, sink, self._lanes.lane(spec.byte_size), hashlib.sha256()))
+            self._slots.append(_Slot(spec, target, payload, sink, self._lanes.lane(spec.byte_size), tensor_hasher()))
         self._complete_empty()
 
     def _append(self, chunk: Chunk) -> None:
@@ -271,7 +271,7 @@ class WeightAssembler:
                 f"a chunk of {size} bytes at byte {chunk.offset}; allowed: 1 to {MAX_CHUNK_BYTES} bytes, "
                 f"{manifest.payload_bytes} in all"
             )
-        # A full payload is covered by its tensor's SHA-256: checking both would cost time at every byte. There the
+        # A full payload is covered by its tensor's digest: checking both would cost time at every byte. There the
         # CRC-32 serves to name the damaged chunk.
         if manifest.HasField("base") and zlib.crc32(chunk.data) != chunk.crc32:
             raise corrupt(f"the checksum of the chunk at byte {chunk.offset} differs")
@@ -291,7 +291,7 @@ class WeightAssembler:
         piece = slot.sink[start : self._filled]
         piece[:] = rest[: piece.nbytes]
         if slot.spec.encoding == _FULL:
-            slot.lane.submit(slot.sha256.update, piece)
+            slot.lane.submit(slot.hasher.update, piece)
         return piece.nbytes
 
     def _complete_empty(self) -> None:
@@ -318,12 +318,12 @@ class WeightAssembler:
         if self._keep_changes:
             slot.change = change
         slot.payload, slot.sink = bytearray(), memoryview(b"")
-        slot.sha256.update(slot.target)
+        slot.hasher.update(slot.target)
         self._verify(slot)
 
     def _verify(self, slot: _Slot) -> None:
         """Compares the tensor's digest; runs in a lane."""
-        if slot.sha256.digest() != slot.spec.sha256:
+        if slot.hasher.digest() != slot.spec.digest:
             raise corrupt(f"the digest of tensor {slot.spec.name} differs{self._damage(slot)}")
 
     def _damage(self, slot: _Slot) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Final
 
 import grpc
 
-from rollwire.rpc.digests import weights_digest
+from rollwire.rpc.digests import tensor_digest, weights_digest
 from rollwire.rpc.errors import Reason, RollwireError, precondition
 from rollwire.rpc.versions import version_text
 from rollwire.v1 import weights_pb2
@@ -71,12 +70,12 @@ class Base:
     Attributes:
         version: The version.
         digest: `WeightManifest.digest` of it.
-        sha256: SHA-256 of each of its tensors, by name.
+        tensor_digests: `TensorSpec.digest` of each of its tensors, by name.
     """
 
     version: weights_pb2.WeightVersion
     digest: bytes
-    sha256: Mapping[str, bytes]
+    tensor_digests: Mapping[str, bytes]
 
 
 def corrupt(message: str) -> RollwireError:
@@ -87,12 +86,12 @@ def corrupt(message: str) -> RollwireError:
 def build_manifest(version: weights_pb2.WeightVersion, tensors: Mapping[str, HostTensor]) -> weights_pb2.WeightManifest:
     """Describes a full set of weights; payloads lie in the order of `tensors`."""
     layouts = {name: TensorLayout(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    sha256 = {name: hashlib.sha256(tensor.data).digest() for name, tensor in tensors.items()}
-    return full_manifest(version, layouts, sha256)
+    digests = {name: tensor_digest(tensor.data) for name, tensor in tensors.items()}
+    return full_manifest(version, layouts, digests)
 
 
 def full_manifest(
-    version: weights_pb2.WeightVersion, layouts: Mapping[str, TensorLayout], sha256: Mapping[str, bytes]
+    version: weights_pb2.WeightVersion, layouts: Mapping[str, TensorLayout], digests: Mapping[str, bytes]
 ) -> weights_pb2.WeightManifest:
     """Describes a full set of weights whose digests are known; payloads lie in the order of `layouts`."""
     manifest = weights_pb2.WeightManifest(version=version)
@@ -104,14 +103,14 @@ def full_manifest(
             dtype=layout.dtype,
             shape=layout.shape,
             byte_size=size,
-            sha256=sha256[name],
+            digest=digests[name],
             encoding=_FULL,
             payload_offset=offset,
             payload_bytes=size,
         )
         offset += size
     manifest.payload_bytes = offset
-    manifest.digest = weights_digest(sha256.items())
+    manifest.digest = weights_digest(digests.items())
     return manifest
 
 
@@ -139,7 +138,7 @@ def check_manifest(
         offset += spec.payload_bytes
     if manifest.payload_bytes != offset:
         raise corrupt(f"the manifest announces {manifest.payload_bytes} bytes, its tensors have {offset}")
-    if manifest.digest != weights_digest((spec.name, spec.sha256) for spec in manifest.tensors):
+    if manifest.digest != weights_digest((spec.name, spec.digest) for spec in manifest.tensors):
         raise corrupt("the manifest's digest does not match its tensors")
 
 
@@ -171,7 +170,7 @@ def _check_base(manifest: weights_pb2.WeightManifest, base: Base | None) -> Mapp
             f"{manifest.base_digest.hex()[:16] or 'none'}, held is {held} with digest "
             f"{base.digest.hex()[:16] if base is not None else 'none'}; fetch the whole version"
         )
-    return base.sha256
+    return base.tensor_digests
 
 
 def _check_spec(spec: weights_pb2.TensorSpec, layout: TensorLayout, held: Mapping[str, bytes] | None) -> None:
@@ -188,7 +187,7 @@ def _check_spec(spec: weights_pb2.TensorSpec, layout: TensorLayout, held: Mappin
         sound = False
     elif spec.encoding == _UNCHANGED:
         sound = not (spec.payload_bytes or spec.changed_elements or spec.sparse_bytes)
-        sound = sound and held.get(spec.name) == spec.sha256
+        sound = sound and held.get(spec.name) == spec.digest
     else:
         sound = _is_sparse_sound(spec, layout)
     if not sound or spec.byte_size != size:

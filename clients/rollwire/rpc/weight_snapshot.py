@@ -6,12 +6,11 @@ place, which is then dropped. So there is never more than one whole version in m
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from rollwire.rpc.digests import TensorHasher, tensor_hasher
 from rollwire.rpc.weight_delta import SparseEncoder, SparseTensor
 from rollwire.rpc.weight_lanes import Lane, Lanes
 from rollwire.rpc.weight_manifest import ELEMENT_BYTES, TensorLayout, full_manifest
@@ -62,12 +61,12 @@ class _Tensor:
     encoder: SparseEncoder | None
     comparable: bool
     missing: int
-    sha256: Any
+    hasher: TensorHasher
     change: SparseTensor | None = None
 
     def take(self, old: memoryview | None, new: memoryview, spend: Callable[[int], bool]) -> None:
         """Hashes the next bytes and compares them with the old ones; without old ones the comparison ends."""
-        self.sha256.update(new)
+        self.hasher.update(new)
         self.missing -= new.nbytes
         if self.encoder is not None and (old is None or not self._compare(self.encoder, old, new, spend)):
             self.comparable, self.encoder, self.change = False, None, None
@@ -136,7 +135,7 @@ class SnapshotBuilder:
         size = layout.byte_size
         word_bytes = ELEMENT_BYTES[layout.dtype]
         encoder = SparseEncoder(word_bytes, int(SPARSE_LIMIT * size)) if self._previous is not None else None
-        tensor = _Tensor(self._lanes.lane(size), encoder, encoder is not None, size, hashlib.sha256())
+        tensor = _Tensor(self._lanes.lane(size), encoder, encoder is not None, size, tensor_hasher())
         self._layouts[name] = layout
         self._tensors.append(tensor)
         taken = 0
@@ -159,8 +158,8 @@ class SnapshotBuilder:
             self._previous = None
         self._flush()
         self._lanes.join()
-        sha256 = {name: tensor.sha256.digest() for name, tensor in zip(self._layouts, self._tensors, strict=True)}
-        snapshot = Snapshot(full_manifest(self._version, self._layouts, sha256), self._layouts, self._chunks)
+        digests = {name: tensor.hasher.digest() for name, tensor in zip(self._layouts, self._tensors, strict=True)}
+        snapshot = Snapshot(full_manifest(self._version, self._layouts, digests), self._layouts, self._chunks)
         comparable = self._previous is not None and all(tensor.comparable for tensor in self._tensors)
         return snapshot, [tensor.change for tensor in self._tensors] if comparable else None
 

@@ -90,7 +90,7 @@ class TensorEncoding(_TensorEncoding, metaclass=_TensorEncodingEnumTypeWrapper):
     """TensorEncoding says how the payload of one tensor is to be read.
 
     All encodings are lossless: the decoded tensor has exactly the bits of the published one, NaN payloads and the sign of
-    zero included, and its SHA-256 is `TensorSpec.sha256`. All but FULL are relative to the same tensor of
+    zero included, and its digest is `TensorSpec.digest`. All but FULL are relative to the same tensor of
     `WeightManifest.base` and are sent only to a reader that names them in `FetchWeightsRequest.accepted_encodings`. The
     sender chooses per tensor whatever is smallest.
     """
@@ -158,7 +158,7 @@ class TensorSpec(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     SHAPE_FIELD_NUMBER: builtins.int
     BYTE_SIZE_FIELD_NUMBER: builtins.int
-    SHA256_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
     ENCODING_FIELD_NUMBER: builtins.int
     PAYLOAD_OFFSET_FIELD_NUMBER: builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
@@ -170,7 +170,7 @@ class TensorSpec(google.protobuf.message.Message):
     """Element type."""
     byte_size: builtins.int
     """Size of the decoded tensor in bytes: product of `shape` times the element size."""
-    sha256: builtins.bytes
+    digest: builtins.bytes
     """SHA-256 (32 bytes) of the decoded tensor's row-major little-endian bytes."""
     encoding: global___TensorEncoding.ValueType
     """How the payload is encoded."""
@@ -197,14 +197,14 @@ class TensorSpec(google.protobuf.message.Message):
         dtype: global___DataType.ValueType = ...,
         shape: collections.abc.Iterable[builtins.int] | None = ...,
         byte_size: builtins.int = ...,
-        sha256: builtins.bytes = ...,
+        digest: builtins.bytes = ...,
         encoding: global___TensorEncoding.ValueType = ...,
         payload_offset: builtins.int = ...,
         payload_bytes: builtins.int = ...,
         changed_elements: builtins.int = ...,
         sparse_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["byte_size", b"byte_size", "changed_elements", b"changed_elements", "dtype", b"dtype", "encoding", b"encoding", "name", b"name", "payload_bytes", b"payload_bytes", "payload_offset", b"payload_offset", "sha256", b"sha256", "shape", b"shape", "sparse_bytes", b"sparse_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["byte_size", b"byte_size", "changed_elements", b"changed_elements", "digest", b"digest", "dtype", b"dtype", "encoding", b"encoding", "name", b"name", "payload_bytes", b"payload_bytes", "payload_offset", b"payload_offset", "shape", b"shape", "sparse_bytes", b"sparse_bytes"]) -> None: ...
 
 global___TensorSpec = TensorSpec
 
@@ -224,7 +224,7 @@ class WeightManifest(google.protobuf.message.Message):
     """Sum of all `payload_bytes`."""
     digest: builtins.bytes
     """Digest of the version: SHA-256 (32 bytes) over, for each tensor in ascending byte order of its UTF-8 name,
-    the name, one zero byte and the tensor's 32-byte `sha256`. Independent of encoding, order and chunking.
+    the name, one zero byte and the tensor's 32-byte `digest`. Independent of encoding, order and chunking.
     """
     base_digest: builtins.bytes
     """Digest of `base`, computed as `digest` is. Set exactly when `base` is set. A reader whose weights have another digest

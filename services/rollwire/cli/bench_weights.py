@@ -42,7 +42,7 @@ class WeightsResult:
     Attributes:
         model_bytes: Size of the parameters.
         raw: Bare socket into touched memory.
-        raw_sha256: The same with SHA-256 in a second thread: what a verified update can reach at best.
+        raw_verified: The same with the digest made in a second thread: what a verified update can reach at best.
         full: Full update to verified memory.
         delta: Update by changes, by share of changed values.
         delta_bytes: What it moved, by share; messages included.
@@ -58,7 +58,7 @@ class WeightsResult:
 
     model_bytes: int
     raw: list[float] = field(default_factory=list)
-    raw_sha256: list[float] = field(default_factory=list)
+    raw_verified: list[float] = field(default_factory=list)
     full: list[float] = field(default_factory=list)
     delta: dict[str, list[float]] = field(default_factory=dict)
     delta_bytes: dict[str, list[float]] = field(default_factory=dict)
@@ -131,7 +131,7 @@ def measure(shape: ModelShape, rounds: int, say: Callable[[str], object]) -> Wei
             run.cpu_s()
             result.raw.append(reader.call("raw", raw_port, False))
             result.raw_cpu.append(run.cpu_s())
-            result.raw_sha256.append(reader.call("raw", raw_port, True))
+            result.raw_verified.append(reader.call("raw", raw_port, True))
             run.cpu_s()
             result.full.append(run.fetch("full", address)["seconds"])
             result.full_cpu.append(run.cpu_s())
@@ -260,7 +260,7 @@ def _table(result: WeightsResult) -> Table:
         table.add_row(name, times, speed, bytes_moved, f"{statistics.median(publish):.3f}" if publish else "")
 
     row("bare socket", result.raw)
-    row("socket and SHA-256", result.raw_sha256)
+    row("socket and digest", result.raw_verified)
     row("full", result.full)
     for share, seconds in result.delta.items():
         moved = statistics.median(result.delta_bytes[share])

@@ -6,7 +6,6 @@ Each takes commands from a pipe: a tuple of the command's name and its arguments
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import socket
 import threading
@@ -22,6 +21,7 @@ import numpy as np
 
 from rollwire.cli.bench_weights_model import ModelShape, change, make_parameters, published
 from rollwire.rpc.channel import open_channel
+from rollwire.rpc.digests import tensor_hasher
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES, MIB
 from rollwire.rpc.weight_buffers import HostBuffers, anonymous_memory
 from rollwire.rpc.weight_delta import supported_encodings
@@ -190,7 +190,7 @@ class _Reader:
     def _receive_raw(self, port: int, hashed: bool) -> float:
         start, received = time.perf_counter(), 0
         with Lanes(1) as lanes, socket.create_connection(("127.0.0.1", port)) as connection:
-            digest, lane = hashlib.sha256(), lanes.lane(self._raw.nbytes)
+            digest, lane = tensor_hasher(), lanes.lane(self._raw.nbytes)
             while received < self._raw.nbytes:
                 count = connection.recv_into(self._raw[received : received + MIB])
                 if not count:

@@ -131,7 +131,7 @@ class Engine(Protocol):
         self,
         version: weights_pb2.WeightVersion,
         tensors: Mapping[str, HostTensor],
-        sha256: Mapping[str, bytes] | None = None,
+        tensor_digests: Mapping[str, bytes] | None = None,
     ) -> None:
         """Prepares a load while generations run, so that `load_weights` takes less time; may do nothing.
 
@@ -145,14 +145,14 @@ class Engine(Protocol):
         self,
         version: weights_pb2.WeightVersion,
         tensors: Mapping[str, HostTensor],
-        sha256: Mapping[str, bytes] | None = None,
+        tensor_digests: Mapping[str, bytes] | None = None,
     ) -> bytes:
         """Replaces all weights in place and forgets every kept prefix.
 
         Args:
             version: Version that the weights are.
             tensors: Exactly the tensors of `layouts`.
-            sha256: SHA-256 (32 bytes) of each tensor, if it is known.
+            tensor_digests: `TensorSpec.digest` (32 bytes) of each tensor, if it is known.
 
         Returns:
             `WeightManifest.digest` (32 bytes), computed from what the engine now holds.

@@ -112,7 +112,7 @@ class WeightUpdater:
         try:
             held, received_bytes = await self._fetch(version, target, timeout_s)
             fetched_s = time.monotonic()
-            await self._policy.engine.stage_weights(version, held.tensors, held.sha256)
+            await self._policy.engine.stage_weights(version, held.tensors, held.tensor_digests)
             states.verified()
             served, pause_s = await self._swap_or_release(held)
         except BaseException as error:
@@ -190,7 +190,7 @@ class WeightUpdater:
             if not await policy.drain(self._drain_s):
                 await policy.engine.abort_all()
             policy.states.loading()
-            digest = await policy.engine.load_weights(held.version, held.tensors, held.sha256)
+            digest = await policy.engine.load_weights(held.version, held.tensors, held.tensor_digests)
             served = policy.states.loaded(digest, held.digest)
         finally:
             policy.open_gate()

@@ -5,13 +5,12 @@ Both ends derive names, order and tying from the same function, so that a manife
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
-from rollwire.rpc.digests import weights_digest
+from rollwire.rpc.digests import tensor_digest, weights_digest
 from rollwire.rpc.weight_stream import HostTensor, TensorLayout
 from rollwire.serving.server import ServeError
 from rollwire.v1 import weights_pb2
@@ -77,7 +76,7 @@ def copy_in(target: torch.Tensor, source: HostTensor) -> None:
 def held_digest(model: Any, serving_dtype: torch.dtype) -> bytes:
     """Returns `WeightManifest.digest` (32 bytes) computed from what the model holds."""
     return weights_digest(
-        (name, hashlib.sha256(to_host(tensor, serving_dtype).data).digest()) for name, tensor in named_weights(model)
+        (name, tensor_digest(to_host(tensor, serving_dtype).data)) for name, tensor in named_weights(model)
     )
 
 

@@ -171,7 +171,7 @@ async def test_damaged_and_disordered_streams(serve: Any) -> None:
             "a wrong offset": lambda m: edited(m, lambda x: setattr(x.tensors[1], "payload_offset", 1)),
             "a wrong size": lambda m: edited(m, lambda x: setattr(x.tensors[1], "payload_bytes", 1)),
             "a wrong digest of all": lambda m: edited(m, lambda x: setattr(x, "digest", bytes(32))),
-            "a wrong digest of one": lambda m: edited(m, lambda x: setattr(x.tensors[0], "sha256", bytes(32))),
+            "a wrong digest of one": lambda m: edited(m, lambda x: setattr(x.tensors[0], "digest", bytes(32))),
         }
         for place in (0, total // 3, total - 1):
             faults[f"bit of byte {place}"] = lambda m, place=place: changed(m, place, checksum=False)

@@ -233,8 +233,8 @@ def _no_base_and_no_digest(manifest: weights_pb2.WeightManifest) -> None:
 
 
 def _unchanged_but_other(manifest: weights_pb2.WeightManifest) -> None:
-    manifest.tensors[0].sha256 = bytes(32)
-    manifest.digest = weights_digest((spec.name, spec.sha256) for spec in manifest.tensors)
+    manifest.tensors[0].digest = bytes(32)
+    manifest.digest = weights_digest((spec.name, spec.digest) for spec in manifest.tensors)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ class TransformersEngine:
         self,
         version: weights_pb2.WeightVersion,
         tensors: Mapping[str, HostTensor],
-        sha256: Mapping[str, bytes] | None = None,
+        tensor_digests: Mapping[str, bytes] | None = None,
     ) -> None:
         """See `Engine`. Nothing can be prepared: loading copies from host memory into the parameters."""
 
@@ -139,7 +139,7 @@ class TransformersEngine:
         self,
         version: weights_pb2.WeightVersion,
         tensors: Mapping[str, HostTensor],
-        sha256: Mapping[str, bytes] | None = None,
+        tensor_digests: Mapping[str, bytes] | None = None,
     ) -> bytes:
         """See `Engine`."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
@@ -18,7 +17,7 @@ from rollwire.rollout.engines.vllm_process import EngineOutput, one_line, stop_v
 from rollwire.rollout.engines.vllm_requests import drawn_logprobs, needs_scoring, sampling_arguments, stop_reason
 from rollwire.rollout.engines.vllm_weights import WeightsNotHeldError, check_reports, wire_entries
 from rollwire.rollout.host_file import HostFile, HostMemoryError
-from rollwire.rpc.digests import weights_digest
+from rollwire.rpc.digests import tensor_digest, weights_digest
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_stream import HostTensor, TensorLayout
@@ -38,10 +37,10 @@ _STAGE_SLICE_S: Final = 0.005
 
 @dataclass(frozen=True)
 class _Staged:
-    """A second set of weights in the engine: the tensors it was made from, and their SHA-256."""
+    """A second set of weights in the engine: the tensors it was made from, and their digests."""
 
     tensors: Mapping[str, HostTensor]
-    sha256: dict[str, bytes]
+    tensor_digests: dict[str, bytes]
 
 
 class VllmEngine:
@@ -136,7 +135,7 @@ class VllmEngine:
         self,
         version: weights_pb2.WeightVersion,
         tensors: Mapping[str, HostTensor],
-        sha256: Mapping[str, bytes] | None = None,
+        tensor_digests: Mapping[str, bytes] | None = None,
     ) -> None:
         """Makes a second set of weights in the engine while it generates, so that `load_weights` only has to switch.
 
@@ -152,7 +151,7 @@ class VllmEngine:
         if self._description.device not in _STAGING_DEVICES or not self._digests or self._staging_refused:
             return
         file = await _in_shared_memory(lambda: HostFile.around(tensors))
-        digests = dict(sha256) if sha256 is not None else await asyncio.to_thread(_tensor_digests, file)
+        digests = dict(tensor_digests) if tensor_digests is not None else await asyncio.to_thread(_tensor_digests, file)
         complete = tensors.keys() >= self._names.layouts.keys()
         await self._call("rl_stage", file.path, wire_entries(file.entries), complete)
         reports: list[dict[str, Any]] = []
@@ -174,7 +173,7 @@ class VllmEngine:
         self,
         version: weights_pb2.WeightVersion,
         tensors: Mapping[str, HostTensor],
-        sha256: Mapping[str, bytes] | None = None,
+        tensor_digests: Mapping[str, bytes] | None = None,
     ) -> bytes:
         """See `Engine`. A part of the tensors may be given; the others keep their values.
 
@@ -185,7 +184,7 @@ class VllmEngine:
         Args:
             version: Version that the weights are from now on.
             tensors: The tensors.
-            sha256: SHA-256 (32 bytes) of each tensor, if it is known.
+            tensor_digests: `TensorSpec.digest` (32 bytes) of each tensor, if it is known.
 
         Raises:
             RollwireError: INTERNAL / `INTERNAL`: there is no memory for the hand-over, or the engine does not hold what
@@ -202,11 +201,11 @@ class VllmEngine:
         self._fault = f"loading {version_text(version)} has not ended"
         try:
             if file is not None:
-                digests, unverified = await self._load(file, sha256, complete)
+                digests, unverified = await self._load(file, tensor_digests, complete)
             else:
                 assert staged is not None
                 await self._call("rl_flip")
-                digests, unverified = staged.sha256, []
+                digests, unverified = staged.tensor_digests, []
         except (WeightsNotHeldError, RollwireError) as error:
             cause = error.message if isinstance(error, RollwireError) else str(error)
             self._fault = f"loading {version_text(version)} failed: {cause}"
@@ -333,10 +332,12 @@ class VllmEngine:
         raise GenerationError("the scoring of raw log-probabilities was aborted")
 
     async def _load(
-        self, file: HostFile, sha256: Mapping[str, bytes] | None, complete: bool
+        self, file: HostFile, tensor_digests: Mapping[str, bytes] | None, complete: bool
     ) -> tuple[dict[str, bytes], list[str]]:
         """Loads a file into the live weights; returns digests by name, and the names of what cannot be compared."""
-        hashing = asyncio.to_thread(lambda: dict(sha256) if sha256 is not None else _tensor_digests(file))
+        hashing = asyncio.to_thread(
+            lambda: dict(tensor_digests) if tensor_digests is not None else _tensor_digests(file)
+        )
         load = self._call("rl_load", file.path, wire_entries(file.entries), self._names.aliases, complete)
         reports, digests = await asyncio.gather(load, hashing)
         return digests, check_reports(file.entries, reports)
@@ -368,7 +369,7 @@ async def _in_shared_memory(make: Callable[[], HostFile]) -> HostFile:
 
 
 def _tensor_digests(tensors: Mapping[str, HostTensor]) -> dict[str, bytes]:
-    return {name: hashlib.sha256(tensor.data).digest() for name, tensor in tensors.items()}
+    return {name: tensor_digest(tensor.data) for name, tensor in tensors.items()}
 
 
 def _internal(message: str) -> RollwireError:
