@@ -165,6 +165,10 @@ class Engine(Protocol):
             RollwireError: INTERNAL / `INTERNAL`: they cannot be read.
         """
 
+    @property
+    def unverified(self) -> Sequence[str]:
+        """Names of the tensors that cannot be read back; in `held_digest` what was loaded counts for them."""
+
     async def failed(self) -> str:
         """Returns, in one line, why the engine cannot generate any more; does not return while it can."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -154,6 +154,11 @@ class TransformersEngine:
     async def held_digest(self) -> bytes:
         """See `Engine`."""
         return await self._between_passes(lambda: held_digest(self._model, self._dtype))
+
+    @property
+    def unverified(self) -> Sequence[str]:
+        """See `Engine`."""
+        return ()
 
     async def failed(self) -> str:
         """See `Engine`."""

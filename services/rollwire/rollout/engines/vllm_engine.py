@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -232,6 +232,11 @@ class VllmEngine:
         await self._call("rl_read_back", file.path, wire_entries(file.entries))
         digests = await asyncio.to_thread(_tensor_digests, file)
         return weights_digest((digests | {name: self._digests[name] for name in self._unverified}).items())
+
+    @property
+    def unverified(self) -> Sequence[str]:
+        """See `Engine`: those that vLLM's loader transforms."""
+        return self._unverified
 
     async def prepare(self) -> str:
         """Sets up the workers, and draws a token with whatever weights there are.
