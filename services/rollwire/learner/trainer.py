@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollwire.learner.batching import Budget
+from rollwire.learner.distributed import InterruptedWorkError, Ranks, on_all_ranks
 from rollwire.learner.metrics import finite
 from rollwire.learner.model import Policy, load_policy
 from rollwire.learner.optimizer import PolicyOptimizer
@@ -25,10 +26,6 @@ from rollwire.v1 import weights_pb2
 # What a forward and backward pass costs beside its tokens: Python on a CPU, kernel launches on an accelerator.
 _PASS_COST_TOKENS_CPU: Final = 128
 _PASS_COST_TOKENS_ACCELERATOR: Final = 2048
-
-
-class InterruptedWorkError(Exception):
-    """The server is going away; the work in progress was abandoned."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,20 @@ class TrainedStep:
 class Trainer:
     """The policy with its optimizer. Not thread-safe: all methods but `interrupt` run in one thread.
 
+    Every rank has one. Methods marked `on_all_ranks` are called on rank 0 and run on all.
+
     Attributes:
         policy: The model.
+        ranks: The processes that train together.
         version: The version that the weights are.
         publisher: Holds that version for readers; may be read from any thread.
         changed: True from the first applied optimizer step of a training step until that step has completed, and when
             nothing is published any more: after an error in between the weights are those of no version.
     """
 
-    def __init__(self, policy: Policy, config: RunConfig, *, fused: bool) -> None:
+    def __init__(self, policy: Policy, config: RunConfig, *, fused: bool, ranks: Ranks | None = None) -> None:
         self.policy = policy
+        self.ranks = ranks or Ranks()
         self.version = weights_pb2.WeightVersion()
         self.publisher = WeightPublisher()
         self.changed = False
@@ -82,12 +83,14 @@ class Trainer:
         """Makes work in progress end before its next forward pass; may be called from any thread."""
         self._stop.set()
 
+    @on_all_ranks
     def publish(self, version: weights_pb2.WeightVersion) -> weights_pb2.WeightManifest:
         """Names the present weights `version` and copies them; readers get them from now on."""
         manifest = self.publisher.publish(version, published(self.policy.model, self._dtype))
         self.version = version
         return manifest
 
+    @on_all_ranks
     def train(
         self, samples: Sequence[Sample], settings: StepSettings, version: weights_pb2.WeightVersion
     ) -> TrainedStep:
@@ -116,6 +119,7 @@ class Trainer:
         }
         return TrainedStep(manifest, finite(metrics), ended - started)
 
+    @on_all_ranks
     def score(self, sequences: Sequence[ScoredSequence], temperature: float) -> list[tuple[PerToken, PerToken]]:
         """Returns log-probabilities and entropies of each sequence under the present weights, see `scoring.score`."""
         return score(self.policy, sequences, temperature, self._budget)

@@ -8,9 +8,10 @@ from concurrent.futures import Executor
 
 import grpc
 
+from rollwire.learner.distributed import InterruptedWorkError
 from rollwire.learner.requests import SequenceLimits, parse_header, parse_samples
 from rollwire.learner.step import StepSettings
-from rollwire.learner.trainer import InterruptedWorkError, Trainer
+from rollwire.learner.trainer import Trainer
 from rollwire.learner.training_calls import BatchUpload, Claim, TrainingCalls
 from rollwire.rpc.digests import samples_digest
 from rollwire.rpc.errors import Reason, RollwireError

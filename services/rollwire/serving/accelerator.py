@@ -20,6 +20,8 @@ _AUTO_ATTENTION: Final[dict[str, str | None]] = {"cpu": None, "cuda": None, "npu
 _NO_FLOAT64: Final = ("npu",)
 # Where torch's own AdamW has a fused kernel.
 _FUSED_OPTIMIZER: Final = ("cpu", "cuda")
+# Which collective backend torch.distributed takes for tensors on a device; host tensors always travel over gloo.
+_COLLECTIVES: Final = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 _PACKAGE: Final = {"cuda": "a CUDA build of torch", "npu": "torch-npu"}
 
 
@@ -67,6 +69,11 @@ def select_device(setting: str) -> torch.device:
             f"{_PACKAGE.get(setting, setting)} and check the driver, or set device=auto"
         )
     return chosen
+
+
+def collective_backends(device: torch.device) -> str:
+    """Returns the backends that `torch.distributed.init_process_group` is given for a device."""
+    return _COLLECTIVES[device.type]
 
 
 def prepare(
