@@ -22,6 +22,7 @@ from rollwire.coordinator.status import RunStatus
 from rollwire.coordinator.tracking import Tracker
 from rollwire.coordinator.training import StepTrainer
 from rollwire.coordinator.transcripts import Transcripts
+from rollwire.coordinator.weight_check import WeightVerifier
 from rollwire.coordinator.weight_push import WeightPusher
 from rollwire.serving.config import RunConfig
 from rollwire.v1 import trajectory_pb2
@@ -57,7 +58,8 @@ def build_parts(
     fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
     pusher = WeightPusher(fence, peers.learner.target, config.timeouts.update_s, budgets)
     capacities = [info.episode_capacity for info in found.rollouts]
-    pool = RolloutPool(peers.rollouts, capacities, pusher, budgets, ledger.add_version, status.notice)
+    verifier = WeightVerifier(fence, config.timeouts.update_s, budgets, status.notice)
+    pool = RolloutPool(peers.rollouts, capacities, pusher, verifier, budgets, ledger.add_version, status.notice)
     player = GroupPlayer(pool, fence, config.timeouts.group_s, budgets, status.count_episode)
     planner = Planner(config)
     budget = FailureBudget(max(config.batch.groups_per_step, MIN_FAILED_GROUPS))

@@ -21,6 +21,7 @@ from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.fan_out import FanOut
 from rollwire.coordinator.ledger_schema import VersionRecord
 from rollwire.coordinator.tasks import Pulse, run_all
+from rollwire.coordinator.weight_check import WeightVerifier
 from rollwire.coordinator.weight_push import RelayError, ServerLostError, UnknownVersionError, WeightPusher
 from rollwire.v1 import weights_pb2
 
@@ -43,6 +44,7 @@ class RolloutServer:
         in_flight: Episodes given to it that have no result yet.
         state: State.
         trouble: What was seen when it was lost.
+        verified: Its engine was seen to hold what it was sent, since it was last started or lost.
     """
 
     client: RolloutClient
@@ -50,6 +52,7 @@ class RolloutServer:
     in_flight: int = 0
     state: ServerState = ServerState.READY
     trouble: str = ""
+    verified: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class RolloutPool:
         clients: Clients.
         capacities: Episodes that each server runs at once.
         pusher: Brings a version to one server.
+        verifier: Checks a server that got its first version.
         budgets: Bounds of retries.
         on_activated: Called after each activation, such as to record it.
         notice: Tells people about servers that are lost or back.
@@ -84,12 +88,14 @@ class RolloutPool:
         clients: Sequence[RolloutClient],
         capacities: Sequence[int],
         pusher: WeightPusher,
+        verifier: WeightVerifier,
         budgets: Budgets,
         on_activated: Callable[[VersionRecord], Awaitable[None]],
         notice: Callable[[str], None],
     ) -> None:
         self.servers = [RolloutServer(client, capacity) for client, capacity in zip(clients, capacities, strict=True)]
         self._pusher = pusher
+        self._verifier = verifier
         self._budgets = budgets
         self._on_activated = on_activated
         self._notice = notice
@@ -158,7 +164,7 @@ class RolloutPool:
         """Notes that a server does not answer or lost its weights, and starts to bring it back."""
         if server.state is not ServerState.READY:
             return
-        server.state, server.trouble = ServerState.LOST, trouble
+        server.state, server.trouble, server.verified = ServerState.LOST, trouble, False
         limit = f"{self._budgets.lost_s:g} s"
         self._notice(f"rollout server at {server.client.target} was lost ({trouble}); waiting up to {limit} for it")
         task = asyncio.get_running_loop().create_task(self._recover(server))
@@ -185,6 +191,11 @@ class RolloutPool:
             self._fetched.fire()
         fan_out.add(server.client.target)
         self._fetched.fire()
+        try:
+            await self._verify_first(server, record)
+        except ServerLostError as error:
+            self.report_lost(server, str(error))
+            return None
         await self._on_activated(record)
         return record
 
@@ -197,6 +208,12 @@ class RolloutPool:
             fan_out.drop(source)
             self._notice(f"{error}; fetching from the learner instead of {source}")
             return await self._pusher.activate(server.client, self._version, self._digest)
+
+    async def _verify_first(self, server: RolloutServer, record: VersionRecord) -> None:
+        """Makes a server read the first version that it gets back from its engine; loads compare the later ones."""
+        if not server.verified:
+            await self._verifier.verify(server.client, record.version, record.digest)
+            server.verified = True
 
     async def _recover(self, server: RolloutServer) -> None:
         """Waits for a lost server, brings it the present version and gives it work again."""
@@ -221,7 +238,9 @@ class RolloutPool:
         while True:
             version, digest = self._version, self._digest
             try:
-                await self._on_activated(await self._pusher.activate(server.client, version, digest))
+                record = await self._pusher.activate(server.client, version, digest)
+                await self._verify_first(server, record)
+                await self._on_activated(record)
             except ServerLostError as error:
                 server.trouble = str(error)
                 return False

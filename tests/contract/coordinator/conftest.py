@@ -161,6 +161,10 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         self.requests: list[rollout_pb2.RunGroupRequest] = []
         self.play: Play = coin
         self.digest_of = digest_of
+        self.checks: list[int] = []
+        self.check_fault: Callable[[], None] = lambda: None
+        self.unverified: list[str] = []
+        self.log: list[str] = []
         self.plays_with: Callable[[], int] = lambda: self.version.step
         self.capacity = 64
         self.in_flight = 0
@@ -191,8 +195,20 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         assert request.source.target
         self.version = request.version
         self.updates.append(request.version.step)
+        self.log.append(f"update {request.version.step}")
         return rollout_pb2.UpdateWeightsResponse(
             version=request.version, digest=self.digest_of(request.version.step), received_bytes=100
+        )
+
+    async def CheckWeights(
+        self, request: rollout_pb2.CheckWeightsRequest, context: Any
+    ) -> rollout_pb2.CheckWeightsResponse:
+        assert request.fence.run_id and request.fence.epoch >= 1
+        self.check_fault()
+        self.checks.append(self.version.step)
+        self.log.append(f"check {self.version.step}")
+        return rollout_pb2.CheckWeightsResponse(
+            version=self.version, digest=self.digest_of(self.version.step), tensors=3, unverified=self.unverified
         )
 
     async def RunGroup(
@@ -205,6 +221,7 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         if self.in_flight + len(request.episode_indices) > self.capacity:
             raise exhausted(Reason.EPISODES_EXHAUSTED, "full", 0.01)
         self.requests.append(request)
+        self.log.append("play")
         self.in_flight += len(request.episode_indices)
         try:
             await self.before_group(request)

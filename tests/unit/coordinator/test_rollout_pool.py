@@ -42,6 +42,16 @@ class Pusher:
         return VersionRecord(version, client.target, digest, 1, 0.1, 0.1)
 
 
+class Verifier:
+    """Finds every server right, and remembers which versions it looked at."""
+
+    def __init__(self) -> None:
+        self.verified: list[int] = []
+
+    async def verify(self, client: Any, version: Any, digest: bytes) -> None:
+        self.verified.append(version.step)
+
+
 async def recorded(record: VersionRecord) -> None:
     pass
 
@@ -49,7 +59,16 @@ async def recorded(record: VersionRecord) -> None:
 async def test_the_next_version_is_waited_for() -> None:
     pusher = Pusher()
     budgets = Budgets(attempts=1, retry_delay_s=0.01, lost_s=20.0, poll_s=0.01)
-    pool = RolloutPool([Client()], [4], pusher, budgets, recorded, lambda text: None)  # type: ignore[arg-type, list-item]
+    verifier = Verifier()
+    pool = RolloutPool(
+        [Client()],  # type: ignore[list-item]
+        [4],
+        pusher,  # type: ignore[arg-type]
+        verifier,  # type: ignore[arg-type]
+        budgets,
+        recorded,
+        lambda text: None,
+    )
     (server,) = pool.servers
     await pool.push(version(0), b"zero")
     pusher.held = 1  # published, but not pushed yet
@@ -62,4 +81,6 @@ async def test_the_next_version_is_waited_for() -> None:
         while server.state is not ServerState.READY:
             await asyncio.sleep(0.01)
     assert pusher.brought == [0, 1]
+    await pool.push(version(1), b"one")
+    assert verifier.verified == [0, 1], "the first version ever, and the first one after it was lost"
     await pool.close()
