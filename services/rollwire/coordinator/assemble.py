@@ -25,7 +25,7 @@ from rollwire.coordinator.transcripts import Transcripts
 from rollwire.coordinator.weight_check import WeightVerifier
 from rollwire.coordinator.weight_push import WeightPusher
 from rollwire.serving.config import RunConfig
-from rollwire.v1 import trajectory_pb2
+from rollwire.v1 import rollout_pb2, trajectory_pb2
 
 MIN_FAILED_GROUPS: Final = 4
 """A run tolerates at least so many failed groups in a row, however small its steps are."""
@@ -56,7 +56,8 @@ def build_parts(
         stack: Closed when the run ends.
     """
     fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
-    pusher = WeightPusher(fence, peers.learner.target, config.timeouts.update_s, budgets)
+    pause_mode = rollout_pb2.PauseMode.Value(f"PAUSE_MODE_{config.rollout.pause_mode.upper()}")
+    pusher = WeightPusher(fence, peers.learner.target, config.timeouts.update_s, budgets, pause_mode)
     capacities = [info.episode_capacity for info in found.rollouts]
     verifier = WeightVerifier(fence, config.timeouts.update_s, budgets, status.notice)
     pool = RolloutPool(peers.rollouts, capacities, pusher, verifier, budgets, ledger.add_version, status.notice)

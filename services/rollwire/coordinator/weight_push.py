@@ -44,13 +44,22 @@ class WeightPusher:
         learner_target: Where servers fetch from.
         timeout_s: Longest time of one update.
         budgets: Bounds of retries.
+        pause_mode: What happens to generations that run during an update.
     """
 
-    def __init__(self, fence: trajectory_pb2.Fence, learner_target: str, timeout_s: float, budgets: Budgets) -> None:
+    def __init__(
+        self,
+        fence: trajectory_pb2.Fence,
+        learner_target: str,
+        timeout_s: float,
+        budgets: Budgets,
+        pause_mode: rollout_pb2.PauseMode.ValueType = rollout_pb2.PAUSE_MODE_WAIT,
+    ) -> None:
         self._fence = fence
         self.learner_target = learner_target
         self._timeout_s = timeout_s
         self._budgets = budgets
+        self._pause_mode = pause_mode
 
     async def activate(
         self, client: RolloutClient, version: weights_pb2.WeightVersion, digest: bytes, relay: str | None = None
@@ -88,7 +97,9 @@ class WeightPusher:
         self, client: RolloutClient, version: weights_pb2.WeightVersion, relay: str | None
     ) -> rollout_pb2.UpdateWeightsResponse:
         source = weights_pb2.WeightSource(target=relay or self.learner_target)
-        request = rollout_pb2.UpdateWeightsRequest(fence=self._fence, version=version, source=source)
+        request = rollout_pb2.UpdateWeightsRequest(
+            fence=self._fence, version=version, source=source, pause_mode=self._pause_mode
+        )
         loop = asyncio.get_running_loop()
         end = loop.time() + self._budgets.lost_s
         while True:

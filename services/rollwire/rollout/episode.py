@@ -29,7 +29,7 @@ _log = get_logger(__name__)
 GENERATION_TIMEOUT_S: Final = 300.0
 """Longest time for the response of one turn, queueing included."""
 _DRAWS_PER_TURN: Final = 8
-"""A turn is drawn again when new weights cut it; more often than this it is given up."""
+"""A turn is drawn again when an update or a pause cut it; more often than this it is given up."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,13 @@ class EpisodeRunner:
             turn = record.turn_index
             record.add_prompt(block, new_sequence=new_sequence)
             began_s = time.monotonic()
-            piece = await self._respond(plan, record.token_ids(), derive_seed(seed, turn), cache_key)
+            pieces = await self._respond(plan, record.token_ids(), derive_seed(seed, turn), cache_key)
             answered_s = time.monotonic()
             clock.generation_s += answered_s - began_s
-            record.add_response(piece)
-            stopped = piece.stop_reason == trajectory_pb2.STOP_REASON_STOP_TOKEN
-            text = self._encoder.text(piece.token_ids, stopped=stopped)
+            record.add_response(pieces)
+            answer = [token for piece in pieces for token in piece.token_ids]
+            stopped = pieces[-1].stop_reason == trajectory_pb2.STOP_REASON_STOP_TOKEN
+            text = self._encoder.text(answer, stopped=stopped)
             step = await session.step(turn, text)
             clock.environment_s += time.monotonic() - answered_s
             if turn + 1 >= max_turns and not step.terminated:
@@ -163,7 +164,7 @@ class EpisodeRunner:
             following = self._next_messages(step, turn + 1, max_turns, max_tokens)
             if self._encoder.extends:
                 new_sequence = False
-                block = self._encoder.continuation(following[0], piece.token_ids, stopped=stopped)
+                block = self._encoder.continuation(following[0], answer, stopped=stopped)
                 length = len(record.sequences[-1].token_ids) + len(block)
             else:
                 messages += [{"role": "assistant", "content": text}, *following]
@@ -172,15 +173,16 @@ class EpisodeRunner:
             if length >= plan.max_episode_tokens:
                 return trajectory_pb2.EPISODE_END_TOKEN_LIMIT
 
-    async def _respond(self, plan: GroupPlan, token_ids: Sequence[int], seed: int, cache_key: str) -> Piece:
-        """Draws the response of a turn under one version; draws it again when new weights cut it."""
+    async def _respond(self, plan: GroupPlan, token_ids: Sequence[int], seed: int, cache_key: str) -> list[Piece]:
+        """Draws the response of a turn; draws it again when an update or a pause cut it."""
         request = GenerationRequest(token_ids, plan.sampling, seed, plan.max_episode_tokens, cache_key)
         try:
             async with asyncio.timeout(GENERATION_TIMEOUT_S):
                 for _ in range(_DRAWS_PER_TURN):
-                    piece = await self._draw(request)
-                    if piece.stop_reason != trajectory_pb2.STOP_REASON_ABORTED:
-                        return piece
+                    async with aclosing(self._policy.generate(request)) as stream:
+                        pieces = [piece async for piece in stream]
+                    if pieces[-1].stop_reason != trajectory_pb2.STOP_REASON_ABORTED:
+                        return pieces
         except TimeoutError as error:
             raise EpisodeFailed(
                 trajectory_pb2.FAILURE_REASON_GENERATION_TIMEOUT,
@@ -189,23 +191,7 @@ class EpisodeRunner:
         except (GenerationError, RollwireError) as error:
             raise EpisodeFailed(trajectory_pb2.FAILURE_REASON_GENERATION_ERROR, str(error)) from error
         raise EpisodeFailed(
-            trajectory_pb2.FAILURE_REASON_GENERATION_ERROR, f"weight updates cut this turn {_DRAWS_PER_TURN} times"
-        )
-
-    async def _draw(self, request: GenerationRequest) -> Piece:
-        pieces = []
-        async with aclosing(self._policy.generate(request)) as stream:
-            async for piece in stream:
-                pieces.append(piece)
-        if any(piece.version != pieces[0].version for piece in pieces):
-            raise GenerationError("the engine mixed two versions in one turn")
-        if len(pieces) == 1:
-            return pieces[0]
-        return Piece(
-            [token for piece in pieces for token in piece.token_ids],
-            [logprob for piece in pieces for logprob in piece.logprobs],
-            pieces[0].version,
-            pieces[-1].stop_reason,
+            trajectory_pb2.FAILURE_REASON_GENERATION_ERROR, f"updates or pauses cut this turn {_DRAWS_PER_TURN} times"
         )
 
     def _first_messages(

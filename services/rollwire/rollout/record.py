@@ -58,18 +58,26 @@ class EpisodeRecord:
         sequence.logprobs.extend([0.0] * len(token_ids))
         self._open = _OpenTurn(len(self.sequences) - 1, begin, begin + len(token_ids))
 
-    def add_response(self, piece: Piece) -> None:
-        """Adds what the policy answered, drawn wholly by one version."""
+    def add_response(self, pieces: Sequence[Piece]) -> None:
+        """Adds what the policy answered, each piece drawn by the version that it names."""
         turn = self._open
         assert turn is not None and turn.response_end == 0, "a response needs a prompt"
         sequence = self.sequences[turn.sequence]
-        sequence.token_ids.extend(piece.token_ids)
-        sequence.loss_mask.extend([True] * len(piece.token_ids))
-        sequence.logprobs.extend(piece.logprobs)
+        spans: list[trajectory_pb2.VersionSpan] = []
+        for piece in pieces:
+            begin = len(sequence.token_ids)
+            sequence.token_ids.extend(piece.token_ids)
+            sequence.loss_mask.extend([True] * len(piece.token_ids))
+            sequence.logprobs.extend(piece.logprobs)
+            end = len(sequence.token_ids)
+            if spans and spans[-1].version == piece.version:
+                spans[-1].range.end = end
+            elif end > begin:
+                span = trajectory_pb2.TokenRange(begin=begin, end=end)
+                spans.append(trajectory_pb2.VersionSpan(range=span, version=piece.version))
+        sequence.version_spans.extend(spans)
         turn.response_end = len(sequence.token_ids)
-        turn.stop_reason = piece.stop_reason
-        span = trajectory_pb2.TokenRange(begin=turn.response_begin, end=turn.response_end)
-        sequence.version_spans.add(range=span, version=piece.version)
+        turn.stop_reason = pieces[-1].stop_reason
 
     def add_outcome(self, step: environment_pb2.StepResponse) -> None:
         """Completes the turn with what the environment returned."""

@@ -1,4 +1,4 @@
-"""Weight updates: fetch beside the live weights, verify, close the gate, drain, load, compare, open the gate.
+"""Weight updates: fetch beside the live weights, verify, prepare, shut the gate, make way, load, compare, open it.
 
 Until loading begins any fault leaves the old version serving. The states are in `weight_states.py`; this shell does
 the I/O.
@@ -14,8 +14,8 @@ from typing import Final
 import grpc
 
 from rollwire.client.weights import WeightsClient
-from rollwire.rollout.policy import Policy
-from rollwire.rollout.weight_states import Begin, Phase, Served
+from rollwire.rollout.policy import Hold, PauseMode, Policy
+from rollwire.rollout.weight_states import Begin, Served
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_buffers import HostBuffers
@@ -23,7 +23,7 @@ from rollwire.rpc.weight_delta import supported_encodings
 from rollwire.rpc.weight_relay import WeightRelay
 from rollwire.rpc.weight_stream import HeldWeights, WeightAssembler, receive_weights
 from rollwire.serving.logs import get_logger
-from rollwire.v1 import weights_pb2
+from rollwire.v1 import rollout_pb2, weights_pb2
 
 _log = get_logger(__name__)
 DRAIN_S: Final = 10.0
@@ -75,7 +75,13 @@ class WeightUpdater:
         self._drain_s = drain_s
         self._task: asyncio.Task[Update] | None = None
 
-    async def update(self, version: weights_pb2.WeightVersion, target: str, timeout_s: float) -> Update:
+    async def update(
+        self,
+        version: weights_pb2.WeightVersion,
+        target: str,
+        timeout_s: float,
+        mode: PauseMode = rollout_pb2.PAUSE_MODE_WAIT,
+    ) -> Update:
         """Activates a version.
 
         A caller that goes away does not stop the update; one that asks for the same version joins it.
@@ -84,6 +90,7 @@ class WeightUpdater:
             version: Version wanted.
             target: `host:port` of a learner or rollout server that has it.
             timeout_s: Longest time for fetching.
+            mode: What happens to generations that run when the version is ready; who joins an update takes its mode.
 
         Raises:
             RollwireError: As `RolloutService.UpdateWeights` says.
@@ -94,7 +101,7 @@ class WeightUpdater:
             assert states.active is not None
             return Update(states.active)
         if begin is Begin.START:
-            self._task = asyncio.create_task(self._carry_out(version, target, timeout_s))
+            self._task = asyncio.create_task(self._carry_out(version, target, timeout_s, mode))
             # When every caller has gone away nobody else looks at how it ended; it is logged.
             self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         assert self._task is not None
@@ -106,18 +113,18 @@ class WeightUpdater:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _carry_out(self, version: weights_pb2.WeightVersion, target: str, timeout_s: float) -> Update:
+    async def _carry_out(
+        self, version: weights_pb2.WeightVersion, target: str, timeout_s: float, mode: PauseMode
+    ) -> Update:
         start_s = time.monotonic()
         states = self._policy.states
         try:
             held, received_bytes = await self._fetch(version, target, timeout_s)
             fetched_s = time.monotonic()
-            await self._policy.engine.stage_weights(version, held.tensors, held.tensor_digests)
-            states.verified()
-            served, pause_s = await self._swap_or_release(held)
+            states.verified(version)
+            served, pause_s = await self._swap_or_release(held, mode)
         except BaseException as error:
-            if states.phase is not Phase.IDLE:
-                states.failed()
+            states.failed(version)
             serving = version_text(states.active.version) if states.active is not None else "nothing"
             _log.warning("weight update failed", version=version_text(version), still_serving=serving, error=str(error))
             raise
@@ -168,10 +175,11 @@ class WeightUpdater:
                     else:
                         raise _unusable(version, target, received_bytes, error) from error
 
-    async def _swap_or_release(self, held: HeldWeights) -> tuple[Served, float]:
+    async def _swap_or_release(self, held: HeldWeights, mode: PauseMode) -> tuple[Served, float]:
         """Swaps, and holds what then serves instead of what served before; on any failure that stays held."""
         try:
-            swapped = await self._swap(held)
+            await self._policy.engine.stage_weights(held.version, held.tensors, held.tensor_digests)
+            swapped = await self._swap(held, mode)
         except BaseException:
             held.release()
             raise
@@ -181,19 +189,19 @@ class WeightUpdater:
             before.release()
         return swapped
 
-    async def _swap(self, held: HeldWeights) -> tuple[Served, float]:
+    async def _swap(self, held: HeldWeights, mode: PauseMode) -> tuple[Served, float]:
         """Replaces the engine's weights while nothing generates; returns what serves and how long the gate was shut."""
         policy = self._policy
         closed_s = time.monotonic()
-        policy.close_gate()
+        policy.states.prepared(held.version)
+        policy.close_gate(Hold.UPDATE)
         try:
-            if not await policy.drain(self._drain_s):
-                await policy.engine.abort_all()
-            policy.states.loading()
+            await policy.make_way(Hold.UPDATE, mode, self._drain_s)
+            policy.states.drained(held.version)
             digest = await policy.engine.load_weights(held.version, held.tensors, held.tensor_digests)
-            served = policy.states.loaded(digest, held.digest)
+            served = policy.states.loaded(held.version, digest, held.digest)
         finally:
-            policy.open_gate()
+            policy.open_gate(Hold.UPDATE)
         return served, time.monotonic() - closed_s
 
 

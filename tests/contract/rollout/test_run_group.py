@@ -11,6 +11,7 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from rollwire.rollout.policy import Hold
 from rollwire.rollout.seeds import derive_seed
 from rollwire.rpc.errors import Reason, RollwireError, exhausted, not_found
 from rollwire.v1 import environment_pb2, rollout_pb2, trajectory_pb2, weights_pb2
@@ -362,9 +363,9 @@ async def test_a_policy_that_does_not_answer_or_fails_is_a_failure(serve: Any, m
         policy = bench.server._servicer.parts.policy
         with monkeypatch.context() as patch:
             patch.setattr("rollwire.rollout.episode.GENERATION_TIMEOUT_S", 0.05)
-            policy.close_gate()
+            policy.close_gate(Hold.UPDATE)
             results = await bench.play()
-            policy.open_gate()
+            policy.open_gate(Hold.UPDATE)
         assert [failure.reason for failure in failures(results)] == [
             trajectory_pb2.FAILURE_REASON_GENERATION_TIMEOUT
         ] * 3

@@ -32,7 +32,7 @@ def test_arrays_masks_spans_and_turns_agree(turns: list[tuple[list[int], list[in
     for prompt, response, step, new_sequence, reward in turns:
         record.add_prompt(prompt, new_sequence=new_sequence)
         logprobs = [-0.25 * (token + 1) for token in response]
-        record.add_response(Piece(response, logprobs, version(step), trajectory_pb2.STOP_REASON_STOP_TOKEN))
+        record.add_response([Piece(response, logprobs, version(step), trajectory_pb2.STOP_REASON_STOP_TOKEN)])
         record.add_outcome(pb.StepResponse(reward=reward))
     assert len(record.sequences) == 1 + sum(new for *_, new, _ in turns[1:])
     for sequence in record.sequences:
@@ -51,10 +51,31 @@ def test_arrays_masks_spans_and_turns_agree(turns: list[tuple[list[int], list[in
     assert record.score == pytest.approx(sum(reward for *_, reward in turns))
 
 
+@given(st.lists(st.tuples(st.lists(st.integers(0, 50), max_size=3), st.integers(0, 2)), min_size=1, max_size=8))
+def test_every_token_of_a_response_names_the_version_that_drew_it(pieces: list[tuple[list[int], int]]) -> None:
+    pieces.append(([7], 2))
+    record = EpisodeRecord()
+    record.add_prompt([1, 2], new_sequence=True)
+    record.add_response(
+        [
+            Piece(tokens, [-1.0] * len(tokens), version(step), trajectory_pb2.STOP_REASON_UNSPECIFIED)
+            for tokens, step in pieces
+        ]
+    )
+    record.add_outcome(pb.StepResponse())
+    (sequence,) = record.sequences
+    expected = [step for tokens, step in pieces for _ in tokens]
+    named = [span.version.step for span in sequence.version_spans for _ in range(span.range.begin, span.range.end)]
+    assert named == expected and list(sequence.token_ids[2:]) == [token for tokens, _ in pieces for token in tokens]
+    assert sequence.version_spans[0].range.begin == 2
+    neighbours = list(zip(sequence.version_spans, sequence.version_spans[1:], strict=False))
+    assert all(one.range.end == two.range.begin and one.version != two.version for one, two in neighbours)
+
+
 def test_terminated_and_truncated_at_once_is_terminated() -> None:
     record = EpisodeRecord()
     record.add_prompt([1], new_sequence=True)
-    record.add_response(Piece([2], [-1.0], version(0), trajectory_pb2.STOP_REASON_MAX_TOKENS))
+    record.add_response([Piece([2], [-1.0], version(0), trajectory_pb2.STOP_REASON_MAX_TOKENS)])
     record.add_outcome(pb.StepResponse(terminated=True, truncated=True))
     assert record.turns[0].terminated and not record.turns[0].truncated
     assert record.turns[0].stop_reason == trajectory_pb2.STOP_REASON_MAX_TOKENS
@@ -64,7 +85,7 @@ def test_metrics_are_aggregated_as_declared() -> None:
     record = EpisodeRecord()
     for metrics in ({"a": 1.0, "b": 1.0, "c": 5.0}, {"a": 3.0, "c": 2.0}, {"a": 8.0, "b": 4.0}):
         record.add_prompt([1], new_sequence=False)
-        record.add_response(Piece([2], [-1.0], version(0), trajectory_pb2.STOP_REASON_STOP_TOKEN))
+        record.add_response([Piece([2], [-1.0], version(0), trajectory_pb2.STOP_REASON_STOP_TOKEN)])
         record.add_outcome(pb.StepResponse(metrics=metrics))
     found = record.metrics({"a": pb.METRIC_AGGREGATION_LAST, "b": pb.METRIC_AGGREGATION_SUM})
     assert found == {"a": 8.0, "b": 5.0, "c": 3.5}

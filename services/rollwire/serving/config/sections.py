@@ -102,6 +102,10 @@ class RolloutSection(Section):
     vllm: VllmSection = VllmSection()
     """What only vLLM has."""
 
+    pause_mode: Literal["wait", "abort", "keep"] = "wait"
+    """What a weight update does to running generations: `wait` gives them ten seconds and aborts the rest, `abort`
+    aborts all, `keep` stops them and goes on under the new weights. Episodes draw an aborted turn again."""
+
     max_new_tokens_per_turn: Positive = 128
     """Most tokens that the policy may draw in one turn."""
 
@@ -161,11 +165,30 @@ class OptimizerSection(Section):
 class LearnerSection(Section):
     """The learner."""
 
-    world_size: Literal[1] = 1
-    """Number of ranks. This release trains on one."""
+    world_size: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Number of ranks, one device each. On one host `rollwire serve learner` starts them; on several, torchrun does."""
 
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Element type of forward and backward; master weights and optimizer state are always float32."""
+    sharding: Literal["zero2", "zero3"] = "zero2"
+    """How ranks share the parameters while they compute: `zero2` gathers a layer once for forward and backward,
+    `zero3` gathers it for each, which takes less memory and more communication. Masters, gradients and moments are
+    sharded in both."""
+
+    fsdp_size: NotNegative = 0
+    """Ranks that parameters are sharded over; the groups of so many ranks hold copies (hybrid sharding). 0 is all."""
+
+    tensor_parallel_size: Positive = 1
+    """Neighbouring ranks that split each layer's matrices, by the plan that the model's architecture has."""
+
+    cpu_offload: bool = False
+    """Keep masters, gradients and moments in host memory and step there."""
+
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of each layer and compute it again in the backward pass: less memory, about a third more
+    work."""
+
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Element type of forward and backward; master weights and optimizer state are always float32. float16 scales the
+    loss, so that small gradients survive."""
 
     optimizer_steps_per_batch: Positive = 1
     """Optimizer steps that one batch is divided into."""
@@ -178,6 +201,21 @@ class LearnerSection(Section):
 
     torch_threads: NotNegative = 1
     """Threads of one learner rank on CPU; 0 lets torch decide."""
+
+    @model_validator(mode="after")
+    def _ranks(self) -> LearnerSection:
+        if self.world_size % self.tensor_parallel_size:
+            raise ValueError(
+                f"learner.world_size is {self.world_size}, which learner.tensor_parallel_size="
+                f"{self.tensor_parallel_size} does not divide; choose a multiple"
+            )
+        shared = self.world_size // self.tensor_parallel_size
+        if self.fsdp_size and shared % self.fsdp_size:
+            raise ValueError(
+                f"learner.fsdp_size is {self.fsdp_size}, which does not divide the {shared} ranks that share "
+                "parameters (learner.world_size / learner.tensor_parallel_size); choose a divisor, or 0 for all"
+            )
+        return self
 
 
 class AlgorithmSection(Section):
