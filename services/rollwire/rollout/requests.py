@@ -23,6 +23,8 @@ MAX_CACHE_KEY: Final = 64
 MAX_TEMPERATURE: Final = 100.0
 MAX_EPISODE_TIMEOUT_S: Final = 86_400.0
 MAX_OPTIONS_BYTES: Final = 65_536
+DEFAULT_PAUSE_S: Final = 60.0
+MAX_PAUSE_S: Final = 3600.0
 _NAME: Final = "[a-z0-9][a-z0-9_.-]{0,62} without '..'"
 
 
@@ -148,6 +150,18 @@ def read_sampling(settings: trajectory_pb2.SamplingSettings, limits: Limits) -> 
         stop_token_ids=frozenset(settings.stop_token_ids) or limits.end_token_ids,
         logprob_mode=mode,
     )
+
+
+def read_pause_mode(path: str, mode: rollout_pb2.PauseMode.ValueType) -> rollout_pb2.PauseMode.ValueType:
+    """Returns the mode that was asked for, PAUSE_MODE_WAIT by default. Raises `RollwireError`, INVALID_ARGUMENT."""
+    if mode not in rollout_pb2.PauseMode.values():
+        raise invalid_field(path, mode, "PAUSE_MODE_WAIT, PAUSE_MODE_ABORT or PAUSE_MODE_KEEP")
+    return mode or rollout_pb2.PAUSE_MODE_WAIT
+
+
+def read_lease_s(request: rollout_pb2.PauseRequest) -> float:
+    """Returns the length of a pause in seconds. Raises `RollwireError`, INVALID_ARGUMENT."""
+    return _seconds(request.lease, "lease", MAX_PAUSE_S) if request.HasField("lease") else DEFAULT_PAUSE_S
 
 
 def write_sampling(sampling: Sampling) -> trajectory_pb2.SamplingSettings:

@@ -14,11 +14,13 @@ from rollwire.rollout.engines.choose import start_engine
 from rollwire.rollout.environments import EnvironmentPool
 from rollwire.rollout.episode import EpisodeRunner, Hashes
 from rollwire.rollout.groups import GroupRunner
+from rollwire.rollout.pause import Pauser
 from rollwire.rollout.policy import Policy
 from rollwire.rollout.prompts import SYSTEM_TEMPLATE, TURN_TEMPLATE, PromptTemplates
 from rollwire.rollout.requests import Limits
 from rollwire.rollout.servicer import Parts, RolloutServicer
 from rollwire.rollout.sessions import SessionOpener
+from rollwire.rollout.weight_check import WeightChecker
 from rollwire.rollout.weights import WeightUpdater
 from rollwire.rpc.deadlines import deadline_s
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
@@ -87,6 +89,8 @@ class RolloutServer:
         self._servicer.parts = Parts(
             policy=policy,
             updater=WeightUpdater(policy, buffers=started.buffers),
+            pauser=Pauser(policy),
+            checker=WeightChecker(policy),
             groups=GroupRunner(runner, config.rollout.max_episodes),
             pool=pool,
             limits=limits,
@@ -104,6 +108,8 @@ class RolloutServer:
         parts = self._servicer.parts
         if parts is not None and self._opener is not None:
             await parts.updater.close()
+            parts.pauser.resume()
+            await parts.checker.close()
             await self._opener.finish()
             await parts.pool.close()
             await parts.policy.engine.close()
