@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollwire.learner.losses import MAX_LOG_RATIO
+from rollwire.learner.ratios import MAX_LOG_RATIO
 from rollwire.learner.samples import Sample, at_targets
 
 GAP_PREFIX: Final = "actor/logprob_gap_"

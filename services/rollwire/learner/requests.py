@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollwire.learner.losses import POLICY_LOSSES, Aggregation, LossSettings
+from rollwire.learner.loss_requests import parse_loss
 from rollwire.learner.samples import Sample, ScoredSequence
 from rollwire.learner.step import StepSettings
 from rollwire.rpc.errors import RollwireError, invalid_field
@@ -24,18 +23,10 @@ MAX_BATCH_TOKENS: Final = 1 << 26
 """Most tokens of one batch, about 1 GiB of memory."""
 
 MAX_OPTIMIZER_STEPS: Final = 4096
-MAX_TEMPERATURE: Final = 100.0
 MAX_SAMPLE_ID_LENGTH: Final = 256
 
 LOGPROB_TOLERANCE: Final = 1e-3
 """A log-probability may exceed 0 by this much: engines round."""
-
-_AGGREGATIONS: Final = {
-    learner_pb2.LOSS_AGGREGATION_UNSPECIFIED: Aggregation.TOKEN_MEAN,
-    learner_pb2.LOSS_AGGREGATION_TOKEN_MEAN: Aggregation.TOKEN_MEAN,
-    learner_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_MEAN: Aggregation.SEQUENCE_MEAN_TOKEN_MEAN,
-    learner_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM: Aggregation.SEQUENCE_MEAN_TOKEN_SUM,
-}
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,24 @@ def parse_header(header: learner_pb2.TrainHeader) -> StepSettings:
     check_version("header.base_version", header.base_version)
     if not 1 <= header.optimizer_steps <= MAX_OPTIMIZER_STEPS:
         raise invalid_field("header.optimizer_steps", header.optimizer_steps, f"1 to {MAX_OPTIMIZER_STEPS}")
-    return StepSettings(_parse_loss(header.loss), header.optimizer_steps, header.shuffle_seed)
+    if header.freeze_policy and not header.train_critic:
+        raise invalid_field("header.freeze_policy", True, "false without train_critic: nothing would be trained")
+    loss = parse_loss("header.loss", header.loss)
+    if loss.value_clip and not header.train_critic:
+        raise invalid_field("header.loss.value_clip", loss.value_clip, "0 without train_critic, for it is the critic's")
+    return StepSettings(
+        loss, header.optimizer_steps, header.shuffle_seed, header.train_critic, freeze_policy=header.freeze_policy
+    )
+
+
+def needed_fields(settings: StepSettings) -> frozenset[str]:
+    """Returns the optional fields of a sample that a step cannot do without."""
+    needed = {
+        "reference_logprobs": settings.loss.kl_coefficient > 0 and not settings.freeze_policy,
+        "returns": settings.train_critic,
+        "values": settings.train_critic and settings.loss.value_clip > 0,
+    }
+    return frozenset(name for name, is_needed in needed.items() if is_needed)
 
 
 def check_version(path: str, version: weights_pb2.WeightVersion) -> None:
@@ -73,44 +81,15 @@ def check_version(path: str, version: weights_pb2.WeightVersion) -> None:
         raise invalid_field(f"{path}.lineage", version.lineage, "[a-z0-9][a-z0-9_.-]{0,62} without '..'")
 
 
-def parse_temperature(path: str, value: float) -> float:
-    """Returns a temperature; 0 means 1.
-
-    Raises:
-        RollwireError: INVALID_ARGUMENT / `INVALID_FIELD`.
-    """
-    if not 0 <= value <= MAX_TEMPERATURE:  # NaN fails too
-        raise invalid_field(path, value, f"a number > 0 up to {MAX_TEMPERATURE:g}, or 0 for 1")
-    return value or 1.0
-
-
-def _parse_loss(loss: learner_pb2.LossSettings) -> LossSettings:
-    path = "header.loss"
-    name = loss.policy_loss or "ppo_clip"
-    if name not in POLICY_LOSSES:
-        raise invalid_field(f"{path}.policy_loss", name, f"one of {', '.join(POLICY_LOSSES)}, or empty for ppo_clip")
-    if not 0 <= loss.clip_low < 1:
-        raise invalid_field(f"{path}.clip_low", loss.clip_low, "a number in [0, 1)")
-    if not 0 <= loss.clip_high < math.inf:
-        raise invalid_field(f"{path}.clip_high", loss.clip_high, "a finite number >= 0")
-    if not 0 <= loss.entropy_coefficient < math.inf:
-        raise invalid_field(f"{path}.entropy_coefficient", loss.entropy_coefficient, "a finite number >= 0")
-    if loss.aggregation not in _AGGREGATIONS:
-        names = ", ".join(learner_pb2.LossAggregation.keys())
-        raise invalid_field(f"{path}.aggregation", loss.aggregation, f"one of {names}")
-    return LossSettings(
-        policy_loss=name,
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        entropy_coefficient=loss.entropy_coefficient,
-        aggregation=_AGGREGATIONS[loss.aggregation],
-        temperature=parse_temperature(f"{path}.temperature", loss.temperature),
-        recompute_old_logprobs=loss.recompute_old_logprobs,
-    )
-
-
-def parse_samples(samples: Sequence[learner_pb2.TrainSample], limits: SequenceLimits) -> list[Sample]:
+def parse_samples(
+    samples: Sequence[learner_pb2.TrainSample], limits: SequenceLimits, needed: Collection[str] = ()
+) -> list[Sample]:
     """Checks the samples of a training step and returns them as arrays.
+
+    Args:
+        samples: As they came.
+        limits: What a sequence may hold.
+        needed: Optional fields that every sample must have, see `needed_fields`.
 
     Raises:
         RollwireError: INVALID_ARGUMENT / `INVALID_FIELD`, with a path such as `samples[3].advantages`.
@@ -118,7 +97,7 @@ def parse_samples(samples: Sequence[learner_pb2.TrainSample], limits: SequenceLi
     if not samples:
         raise invalid_field("samples", [], "at least one sample")
     seen: set[str] = set()
-    return [_parse_sample(f"samples[{index}]", sample, limits, seen) for index, sample in enumerate(samples)]
+    return [_parse_sample(f"samples[{index}]", sample, limits, seen, needed) for index, sample in enumerate(samples)]
 
 
 def parse_sequences(samples: Sequence[learner_pb2.TrainSample], limits: SequenceLimits) -> list[ScoredSequence]:
@@ -160,24 +139,47 @@ def _parse_sequence(
     return ScoredSequence(sample.sample_id, token_ids, loss_mask)
 
 
-def _parse_sample(path: str, sample: learner_pb2.TrainSample, limits: SequenceLimits, seen: set[str]) -> Sample:
+def _parse_sample(
+    path: str, sample: learner_pb2.TrainSample, limits: SequenceLimits, seen: set[str], needed: Collection[str]
+) -> Sample:
     sequence = _parse_sequence(path, sample, limits, seen)
     if not sequence.targets:
         raise invalid_field(f"{path}.loss_mask", "all false", "true at one position or more, not counting position 0")
     length, trained = len(sequence.token_ids), sequence.loss_mask
     advantages = _values(f"{path}.advantages", sample.advantages, length, np.float32)
     _refuse(f"{path}.advantages", advantages, trained & ~np.isfinite(advantages), "finite where loss_mask is true")
-    logprobs = _values(f"{path}.logprobs", sample.logprobs, length, np.float32)
-    usable = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
-    _refuse(f"{path}.logprobs", logprobs, trained & ~usable, "finite and <= 0 where loss_mask is true")
     return Sample(
         sequence.sample_id,
         sequence.token_ids,
         sequence.loss_mask,
         advantages,
-        logprobs,
+        _logprobs(f"{path}.logprobs", sample.logprobs, trained),
         comparable=sample.comparable_logprobs,
+        **{
+            name: _optional(path, name, sample, trained, needed) for name in ("reference_logprobs", "returns", "values")
+        },
     )
+
+
+def _logprobs(path: str, values: Any, trained: NDArray[np.bool_]) -> NDArray[np.float32]:
+    logprobs = _values(path, values, len(trained), np.float32)
+    usable = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
+    _refuse(path, logprobs, trained & ~usable, "finite and <= 0 where loss_mask is true")
+    return logprobs
+
+
+def _optional(
+    path: str, name: str, sample: learner_pb2.TrainSample, trained: NDArray[np.bool_], needed: Collection[str]
+) -> NDArray[np.float32] | None:
+    """Returns an optional field; None when it is empty and not needed."""
+    path, values = f"{path}.{name}", getattr(sample, name)
+    if not values and name not in needed:
+        return None
+    if name == "reference_logprobs":
+        return _logprobs(path, values, trained)
+    found = _values(path, values, len(trained), np.float32)
+    _refuse(path, found, trained & ~np.isfinite(found), "finite where loss_mask is true")
+    return found
 
 
 def _values(path: str, values: Any, length: int, dtype: type[np.generic]) -> NDArray[Any]:

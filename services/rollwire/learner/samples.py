@@ -44,11 +44,17 @@ class Sample(ScoredSequence):
         advantages: float32[L]; read where `loss_mask` is true.
         logprobs: float32[L]; behaviour log-probabilities, read where `loss_mask` is true.
         comparable: Whether the present weights drew all of it from the distribution that the learner computes.
+        reference_logprobs: float32[L] or None; log-probabilities of the reference, read where `loss_mask` is true.
+        returns: float32[L] or None; what the critic is to predict, read where `loss_mask` is true.
+        values: float32[L] or None; what the critic predicted before the step, read where `loss_mask` is true.
     """
 
     advantages: NDArray[np.float32]
     logprobs: NDArray[np.float32]
     comparable: bool = False
+    reference_logprobs: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ import grpc
 import grpc.aio
 
 from rollwire.learner.export import Exporter
-from rollwire.learner.losses import POLICY_LOSSES
-from rollwire.learner.requests import SequenceLimits, parse_sequences, parse_temperature
+from rollwire.learner.loss_requests import parse_temperature
+from rollwire.learner.policy_losses import POLICY_LOSSES
+from rollwire.learner.requests import SequenceLimits, parse_sequences
 from rollwire.learner.trainer import Trainer, load_trainer
 from rollwire.learner.training import Training
 from rollwire.rpc.errors import Reason, RollwireError, invalid_field

@@ -9,12 +9,12 @@ from concurrent.futures import Executor
 import grpc
 
 from rollwire.learner.distributed import InterruptedWorkError
-from rollwire.learner.requests import SequenceLimits, parse_header, parse_samples
+from rollwire.learner.requests import SequenceLimits, needed_fields, parse_header, parse_samples
 from rollwire.learner.step import StepSettings
 from rollwire.learner.trainer import Trainer
 from rollwire.learner.training_calls import BatchUpload, Claim, TrainingCalls
 from rollwire.rpc.digests import samples_digest
-from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.errors import Reason, RollwireError, invalid_field
 from rollwire.rpc.ids import new_id
 from rollwire.rpc.versions import version_text
 from rollwire.serving.fencing import Fencing
@@ -64,6 +64,8 @@ class Training:
                 upload.add(request)
                 if claim is None:
                     settings = parse_header(upload.header)
+                    if settings.train_critic:
+                        raise invalid_field("header.train_critic", True, "false: this learner has no critic")
                     self._fencing.admit(upload.header.fence)
                     claim = self.calls.open(upload.header)
             digest = await asyncio.to_thread(samples_digest, upload.samples)
@@ -98,7 +100,7 @@ class Training:
         base = self.calls.version
         version = weights_pb2.WeightVersion(lineage=base.lineage, step=base.step + 1)
         try:
-            samples = await asyncio.to_thread(parse_samples, upload.samples, self._limits)
+            samples = await asyncio.to_thread(parse_samples, upload.samples, self._limits, needed_fields(settings))
             done = await loop.run_in_executor(self._torch_thread, self._trainer.train, samples, settings, version)
         except InterruptedWorkError as error:
             self.calls.release(claim)

@@ -8,24 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollwire.learner.losses import (
-    POLICY_LOSSES,
-    Aggregation,
-    LossSettings,
-    MicroBatchTargets,
-    TokenTerms,
-    micro_batch_loss,
-    ppo_clip,
-    sample_weights,
-)
+from rollwire.learner.losses import MicroBatchTargets, divergence, micro_batch_loss, sample_weights
+from rollwire.learner.objective import Aggregation, KlEstimator, LossSettings
+from rollwire.learner.policy_losses import POLICY_LOSSES, TokenTerms, clipped_surrogate
+from rollwire.learner.ratios import TokenSpans
 
 SETTINGS = LossSettings(clip_low=0.2, clip_high=0.3)
+
+
+def one_sample(count: int) -> TokenSpans:
+    """Returns the spans of one sample whose tokens form one segment."""
+    return TokenSpans(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64), 1, 1)
 
 
 def token_loss(ratio: float, advantage: float) -> tuple[float, float]:
     """Returns the loss of one token and its gradient with respect to the log-probability."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss = ppo_clip(TokenTerms(logprob, logprob, torch.tensor([advantage])), SETTINGS)
+    loss = clipped_surrogate(TokenTerms(logprob, logprob, torch.tensor([advantage])), SETTINGS)
     (gradient,) = torch.autograd.grad(loss.sum(), logprob)
     return loss.item(), gradient.item()
 
@@ -46,16 +45,23 @@ def test_ppo_clip(ratio: float, advantage: float, loss: float, gradient: float) 
 
 
 def test_weights_give_every_aggregation() -> None:
-    tokens = [2, 6]
+    def weights(aggregation: Aggregation) -> list[float]:
+        found: list[float] = sample_weights(
+            LossSettings(aggregation=aggregation, fixed_length_tokens=10), [2, 6]
+        ).tolist()
+        return found
 
-    assert sample_weights(Aggregation.TOKEN_MEAN, tokens).tolist() == pytest.approx([1 / 8, 1 / 8])
-    assert sample_weights(Aggregation.SEQUENCE_MEAN_TOKEN_MEAN, tokens).tolist() == pytest.approx([1 / 4, 1 / 12])
-    assert sample_weights(Aggregation.SEQUENCE_MEAN_TOKEN_SUM, tokens).tolist() == pytest.approx([1 / 2, 1 / 2])
+    assert weights(Aggregation.TOKEN_MEAN) == pytest.approx([1 / 8, 1 / 8])
+    assert weights(Aggregation.SEQUENCE_MEAN_TOKEN_MEAN) == pytest.approx([1 / 4, 1 / 12])
+    assert weights(Aggregation.SEQUENCE_MEAN_TOKEN_SUM) == pytest.approx([1 / 2, 1 / 2])
+    assert weights(Aggregation.FIXED_LENGTH) == pytest.approx([1 / 20, 1 / 20])
 
 
 def one_micro_batch(ratios: list[float], advantages: list[float]) -> tuple[Tensor, dict[str, Tensor]]:
     count = len(ratios)
-    targets = MicroBatchTargets(torch.tensor(advantages), torch.zeros(count), torch.full((count,), 1 / count))
+    targets = MicroBatchTargets(
+        torch.tensor(advantages), torch.zeros(count), torch.full((count,), 1 / count), one_sample(count)
+    )
     logprobs = torch.tensor(ratios).log()
     return micro_batch_loss(logprobs, torch.full((count,), 0.7), targets, SETTINGS, step_tokens=count)
 
@@ -80,7 +86,7 @@ def test_metrics_count_what_lies_outside_the_clip_range() -> None:
 
 def test_entropy_bonus_lowers_the_loss() -> None:
     settings = LossSettings(entropy_coefficient=0.5)
-    targets = MicroBatchTargets(torch.zeros(2), torch.zeros(2), torch.full((2,), 0.5))
+    targets = MicroBatchTargets(torch.zeros(2), torch.zeros(2), torch.full((2,), 0.5), one_sample(2))
 
     loss, metrics = micro_batch_loss(torch.zeros(2), torch.tensor([1.0, 3.0]), targets, settings, step_tokens=2)
 
@@ -91,12 +97,54 @@ def test_entropy_bonus_lowers_the_loss() -> None:
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_extreme_ratios_leave_the_gradient_finite(name: str) -> None:
-    settings = LossSettings(policy_loss=name)
+    settings = LossSettings(policy_loss=name, kl_coefficient=0.1)
     logprobs = torch.tensor([-1.0, -1.0, -200.0, -200.0], requires_grad=True)
     old = torch.tensor([-200.0, -200.0, -1.0, -1.0])
-    targets = MicroBatchTargets(torch.tensor([1.0, -1.0, 1.0, -1.0]), old, torch.full((4,), 0.25))
+    targets = MicroBatchTargets(
+        torch.tensor([1.0, -1.0, 1.0, -1.0]), old, torch.full((4,), 0.25), one_sample(4), None, old
+    )
 
     loss, _ = micro_batch_loss(logprobs, torch.zeros(4), targets, settings, step_tokens=4)
 
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert loss.isfinite() and gradient.isfinite().all()
+
+
+def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
+    settings = LossSettings(dual_clip=3.0)
+    logprobs = torch.tensor([5.0, 2.0, 5.0]).log().requires_grad_()
+    advantages = torch.tensor([-1.0, -1.0, 1.0])
+
+    losses = clipped_surrogate(TokenTerms(logprobs, logprobs, advantages), settings)
+
+    assert losses.tolist() == pytest.approx([3.0, 2.0, -1.2])
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx([0.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("estimator", list(KlEstimator))
+def test_the_mean_of_every_estimator_but_k2_is_the_divergence(estimator: KlEstimator) -> None:
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    reference = torch.tensor([0.45, 0.35, 0.2], dtype=torch.float64)
+
+    mean = (policy * divergence(estimator, policy.log(), reference.log())).sum().item()
+
+    exact = sum(p * math.log(p / q) for p, q in zip(policy.tolist(), reference.tolist(), strict=True))
+    assert mean == pytest.approx(exact, rel=0.05 if estimator is KlEstimator.K2 else 1e-9)
+
+
+def test_the_gradient_of_k2_is_that_of_the_divergence_and_that_of_k1_vanishes() -> None:
+    """In expectation over what the policy draws, with the sampled tokens held fixed."""
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.45, 0.35, 0.2], dtype=torch.float64).log()
+    logp = logits.log_softmax(0)
+    drawn = logp.exp().detach()
+
+    def expected_gradient(estimator: KlEstimator) -> list[float]:
+        loss = (drawn * divergence(estimator, logp, reference)).sum()
+        found: list[float] = torch.autograd.grad(loss, logits, retain_graph=True)[0].tolist()
+        return found
+
+    exact = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)[0].tolist()
+    assert expected_gradient(KlEstimator.K2) == pytest.approx(exact, abs=1e-12)
+    assert expected_gradient(KlEstimator.K1) == pytest.approx([0, 0, 0], abs=1e-12)

@@ -8,11 +8,14 @@ from typing import Any
 import grpc
 import pytest
 
-from rollwire.learner.losses import Aggregation, LossSettings
-from rollwire.learner.requests import SequenceLimits, parse_header, parse_samples, parse_sequences, parse_temperature
+from rollwire.learner.loss_requests import parse_temperature
+from rollwire.learner.objective import Aggregation, ImportanceMask, ImportanceWeight, KlEstimator, LossSettings
+from rollwire.learner.ratios import RatioLevel
+from rollwire.learner.requests import SequenceLimits, needed_fields, parse_header, parse_samples, parse_sequences
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.v1 import learner_pb2
 
+FIXED_LENGTH = learner_pb2.LOSS_AGGREGATION_FIXED_LENGTH
 LIMITS = SequenceLimits(vocabulary_size=10, max_tokens=6)
 
 
@@ -30,6 +33,10 @@ def sample(**changes: Any) -> learner_pb2.TrainSample:
 def header(loss: dict[str, Any] | None = None, **changes: Any) -> learner_pb2.TrainHeader:
     fields: dict[str, Any] = {"base_version": {"lineage": "line", "step": 4}, "optimizer_steps": 2, "shuffle_seed": 7}
     return learner_pb2.TrainHeader(**{**fields, **changes}, loss=loss or {})
+
+
+def recomputed(**changes: Any) -> dict[str, Any]:
+    return {"recompute_old_logprobs": True, **changes}
 
 
 def test_a_valid_sample_is_taken_as_it_is() -> None:
@@ -82,6 +89,11 @@ def test_a_logprob_may_exceed_zero_by_rounding() -> None:
         ("samples[1].logprobs", {"logprobs": []}),
         ("samples[1].logprobs[1]", {"logprobs": [0.0, -math.inf, -1.0]}),
         ("samples[1].logprobs[2]", {"logprobs": [0.0, -1.0, 0.1]}),
+        ("samples[1].reference_logprobs", {"reference_logprobs": [-1.0]}),
+        ("samples[1].reference_logprobs[1]", {"reference_logprobs": [0.0, 0.5, -1.0]}),
+        ("samples[1].returns", {"returns": [1.0, 1.0]}),
+        ("samples[1].returns[2]", {"returns": [0.0, 1.0, math.inf]}),
+        ("samples[1].values[1]", {"values": [0.0, math.nan, 1.0]}),
     ],
 )
 def test_an_invalid_sample_is_refused_with_its_path(path: str, changes: dict[str, Any]) -> None:
@@ -94,6 +106,37 @@ def test_an_invalid_sample_is_refused_with_its_path(path: str, changes: dict[str
     assert caught.value.reason == Reason.INVALID_FIELD
     assert list(caught.value.fields) == [path]
     assert "allowed: " in caught.value.message
+
+
+OPTIONAL = {"reference_logprobs": [0.0, -1.0, -2.0], "returns": [0.0, 2.0, 3.0], "values": [0.0, 4.0, 5.0]}
+
+
+def test_optional_fields_are_taken_where_they_are_given() -> None:
+    bare, full = parse_samples([sample(), sample(sample_id="b", **OPTIONAL)], LIMITS)
+
+    for name, values in OPTIONAL.items():
+        assert getattr(bare, name) is None
+        assert getattr(full, name).tolist() == values
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_field_that_the_step_needs_may_not_be_empty(name: str) -> None:
+    fields = {key: values for key, values in OPTIONAL.items() if key != name}
+
+    with pytest.raises(RollwireError) as caught:
+        parse_samples([sample(**OPTIONAL), sample(sample_id="b", **fields)], LIMITS, frozenset(OPTIONAL))
+
+    assert list(caught.value.fields) == [f"samples[1].{name}"]
+
+
+def test_what_a_step_needs_of_its_samples() -> None:
+    def needs(loss: dict[str, Any], **changes: Any) -> set[str]:
+        return set(needed_fields(parse_header(header(loss, **changes))))
+
+    assert needs({}) == set()
+    assert needs({"kl_coefficient": 0.1}) == {"reference_logprobs"}
+    assert needs({"kl_coefficient": 0.1}, train_critic=True, freeze_policy=True) == {"returns"}
+    assert needs({"value_clip": 0.2}, train_critic=True) == {"returns", "values"}
 
 
 def test_a_batch_without_samples_is_refused() -> None:
@@ -130,6 +173,51 @@ def test_a_header_is_taken_as_it_is() -> None:
     assert settings.loss == LossSettings("ppo_clip", 0.0, 0.0, 0.5, Aggregation.SEQUENCE_MEAN_TOKEN_SUM, 0.75, True)
 
 
+def test_every_setting_of_the_objective_is_taken() -> None:
+    settings = parse_header(
+        header(
+            {
+                "policy_loss": "gspo",
+                "clip_low": 3e-4,
+                "clip_high": 4e-4,
+                "aggregation": FIXED_LENGTH,
+                "fixed_length_tokens": 100,
+                "dual_clip": 3.0,
+                "recompute_old_logprobs": True,
+                "kl_coefficient": 0.25,
+                "kl_estimator": learner_pb2.KL_ESTIMATOR_K2,
+                "importance_weight": {"level": learner_pb2.RATIO_LEVEL_SEQUENCE, "upper_bound": 2.0},
+                "importance_masks": [
+                    {"level": learner_pb2.RATIO_LEVEL_TOKEN, "min_ratio": 0.5, "max_ratio": 2.0},
+                    {"level": learner_pb2.RATIO_LEVEL_SEGMENT_MEAN, "min_ratio": 0.5},
+                ],
+                "value_clip": 0.2,
+            },
+            train_critic=True,
+            freeze_policy=True,
+        )
+    )
+
+    assert (settings.train_critic, settings.freeze_policy) == (True, True)
+    assert settings.loss == LossSettings(
+        policy_loss="gspo",
+        clip_low=3e-4,
+        clip_high=4e-4,
+        aggregation=Aggregation.FIXED_LENGTH,
+        fixed_length_tokens=100,
+        dual_clip=3.0,
+        recompute_old_logprobs=True,
+        kl_coefficient=0.25,
+        kl_estimator=KlEstimator.K2,
+        importance_weight=ImportanceWeight(RatioLevel.SEQUENCE, 2.0),
+        importance_masks=(
+            ImportanceMask(RatioLevel.TOKEN, 0.5, 2.0),
+            ImportanceMask(RatioLevel.SEGMENT_MEAN, 0.5, math.inf),
+        ),
+        value_clip=0.2,
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "bad"),
     [
@@ -146,6 +234,32 @@ def test_a_header_is_taken_as_it_is() -> None:
         ("header.loss.temperature", header({"temperature": -1.0})),
         ("header.loss.temperature", header({"temperature": math.nan})),
         ("header.loss.aggregation", header({"aggregation": 99})),
+        ("header.loss.dual_clip", header({"dual_clip": 1.0})),
+        ("header.loss.dual_clip", header({"dual_clip": math.inf})),
+        ("header.loss.dual_clip", header({"policy_loss": "cispo", "dual_clip": 3.0})),
+        ("header.loss.clip_low", header({"policy_loss": "topr", "clip_low": 0.2})),
+        ("header.loss.clip_high", header({"policy_loss": "policy_gradient", "clip_high": 0.2})),
+        ("header.loss.kl_coefficient", header({"kl_coefficient": -1.0})),
+        ("header.loss.kl_estimator", header({"kl_estimator": 9})),
+        ("header.loss.fixed_length_tokens", header({"aggregation": FIXED_LENGTH})),
+        ("header.loss.fixed_length_tokens", header({"fixed_length_tokens": 10})),
+        ("header.loss.importance_weight", header({"importance_weight": {"level": 1, "upper_bound": 2.0}})),
+        ("header.loss.importance_weight.level", header(recomputed(importance_weight={"upper_bound": 2.0}))),
+        ("header.loss.importance_weight.upper_bound", header(recomputed(importance_weight={"level": 1}))),
+        ("header.loss.importance_masks[0]", header({"importance_masks": [{"level": 1}]})),
+        ("header.loss.importance_masks[1].level", header(recomputed(importance_masks=[{"level": 1}, {}]))),
+        (
+            "header.loss.importance_masks[0].max_ratio",
+            header(recomputed(importance_masks=[{"level": 1, "min_ratio": 2.0, "max_ratio": 1.0}])),
+        ),
+        (
+            "header.loss.importance_masks[0].min_ratio",
+            header(recomputed(importance_masks=[{"level": 1, "min_ratio": -1.0}])),
+        ),
+        ("header.loss.importance_masks", header(recomputed(importance_masks=[{"level": 1}] * 17))),
+        ("header.loss.value_clip", header({"value_clip": 0.2})),
+        ("header.loss.value_clip", header({"value_clip": -0.2}, train_critic=True)),
+        ("header.freeze_policy", header(freeze_policy=True)),
     ],
 )
 def test_an_invalid_header_is_refused_with_its_path(path: str, bad: learner_pb2.TrainHeader) -> None:

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from rollwire.learner.batching import Budget, optimizer_step_split
-from rollwire.learner.losses import Aggregation, LossSettings
 from rollwire.learner.model import Policy
+from rollwire.learner.objective import Aggregation, ImportanceMask, ImportanceWeight, LossSettings
 from rollwire.learner.optimizer import PolicyOptimizer, StepOutcome
+from rollwire.learner.policy_losses import POLICY_LOSSES
+from rollwire.learner.ratios import RatioLevel
 from rollwire.learner.samples import Sample
 from rollwire.learner.scoring import score
 from rollwire.learner.step import StepSettings, train_step
@@ -61,6 +63,8 @@ def plain_loss(model: Any, samples: list[Sample], loss: LossSettings, old: list[
         return sum(sum(terms) for terms in per_sample) / sum(len(terms) for terms in per_sample)
     if loss.aggregation is Aggregation.SEQUENCE_MEAN_TOKEN_MEAN:
         return sum(sum(terms) / len(terms) for terms in per_sample) / len(per_sample)
+    if loss.aggregation is Aggregation.FIXED_LENGTH:
+        return sum(sum(terms) for terms in per_sample) / (len(per_sample) * loss.fixed_length_tokens)
     return sum(sum(terms) for terms in per_sample) / len(per_sample)
 
 
@@ -84,6 +88,8 @@ def test_loss_and_gradient_are_those_of_the_plain_implementation(
     loss = LossSettings(
         clip_low=0.2, clip_high=0.28, entropy_coefficient=0.01, aggregation=aggregation, temperature=0.9
     )
+    if aggregation is Aggregation.FIXED_LENGTH:
+        loss = replace(loss, fixed_length_tokens=16)
     samples = near_policy(model, make_samples(), 0.9)
     reader = GradientReader(model)
 
@@ -140,6 +146,39 @@ def test_micro_batches_do_not_change_the_trained_weights(make_model: MakeModel, 
         assert (left - right).abs().quantile(0.99) <= 1e-6, name
         assert not torch.equal(left, before)
     assert whole_metrics == pytest.approx(divided_metrics, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_micro_batches_do_not_change_the_gradient_of_any_loss(
+    name: str, make_model: MakeModel, make_samples: MakeSamples
+) -> None:
+    model, random = make_model(), np.random.default_rng(3)
+    samples = [
+        replace(sample, reference_logprobs=sample.logprobs + random.normal(0, 0.2, len(sample.logprobs)).astype("f"))
+        for sample in near_policy(model, make_samples(8), 1.0)
+    ]
+    loss = LossSettings(
+        policy_loss=name,
+        aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN,
+        recompute_old_logprobs=True,
+        kl_coefficient=0.1,
+        importance_weight=ImportanceWeight(RatioLevel.SEGMENT_MEAN, 1.2),
+        importance_masks=(ImportanceMask(RatioLevel.TOKEN, 0.7, 1.5),),
+    )
+
+    def gradient(budget: Budget) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        reader = GradientReader(model)
+        metrics = train_step(Policy(model, CPU, "float32"), reader, samples, StepSettings(loss, 1, 0), budget)
+        return metrics, reader.gradients[0]
+
+    whole_metrics, whole = gradient(LARGE)
+    divided_metrics, divided = gradient(SMALL)
+
+    for parameter, wanted in whole.items():
+        assert (divided[parameter] - wanted).abs().max() <= 1e-6, parameter
+    assert divided_metrics == pytest.approx(whole_metrics, abs=1e-5)
+    assert 0.3 < whole_metrics["actor/train_infer_final_mask_mean"] < 1
+    assert whole_metrics["actor/kl_loss"] > 0
 
 
 def test_equal_learners_stay_equal_bit_for_bit(make_model: MakeModel, make_samples: MakeSamples) -> None:
