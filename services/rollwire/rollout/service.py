@@ -14,6 +14,7 @@ from rollwire.rollout.engines.choose import start_engine
 from rollwire.rollout.environments import EnvironmentPool
 from rollwire.rollout.episode import EpisodeRunner, Hashes
 from rollwire.rollout.groups import GroupRunner
+from rollwire.rollout.pause import Pauser
 from rollwire.rollout.policy import Policy
 from rollwire.rollout.prompts import SYSTEM_TEMPLATE, TURN_TEMPLATE, PromptTemplates
 from rollwire.rollout.requests import Limits
@@ -88,6 +89,7 @@ class RolloutServer:
         self._servicer.parts = Parts(
             policy=policy,
             updater=WeightUpdater(policy, buffers=started.buffers),
+            pauser=Pauser(policy),
             checker=WeightChecker(policy),
             groups=GroupRunner(runner, config.rollout.max_episodes),
             pool=pool,
@@ -106,6 +108,7 @@ class RolloutServer:
         parts = self._servicer.parts
         if parts is not None and self._opener is not None:
             await parts.updater.close()
+            parts.pauser.resume()
             await parts.checker.close()
             await self._opener.finish()
             await parts.pool.close()

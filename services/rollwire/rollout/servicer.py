@@ -16,6 +16,7 @@ from rollwire.rollout.engine import GenerationError, GenerationRequest
 from rollwire.rollout.environments import EnvironmentPool
 from rollwire.rollout.episode import Hashes
 from rollwire.rollout.groups import GroupRunner
+from rollwire.rollout.pause import Pauser
 from rollwire.rollout.policy import Policy, no_weights
 from rollwire.rollout.requests import (
     MAX_CACHE_KEY,
@@ -25,6 +26,8 @@ from rollwire.rollout.requests import (
     check_target,
     check_version,
     read_group,
+    read_lease_s,
+    read_pause_mode,
     read_sampling,
 )
 from rollwire.rollout.weight_check import WeightChecker
@@ -46,6 +49,7 @@ class Parts:
     Attributes:
         policy: What is served.
         updater: Changes its weights.
+        pauser: Pauses it.
         checker: Compares what the engine holds with what was loaded.
         groups: Plays groups.
         pool: Environment servers.
@@ -56,6 +60,7 @@ class Parts:
 
     policy: Policy
     updater: WeightUpdater
+    pauser: Pauser
     checker: WeightChecker
     groups: GroupRunner
     pool: EnvironmentPool
@@ -100,6 +105,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             dtype=description.dtype,
             resident_bytes=_resident_bytes(),
             generated_tokens=engine.generated_tokens,
+            paused=parts.pauser.paused,
         )
 
     async def RunGroup(
@@ -165,7 +171,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if request.source.WhichOneof("source") != "target":
             raise invalid_field("source", "unset", "source.target, the host:port of a learner")
         check_target("source.target", request.source.target)
-        update = await parts.updater.update(request.version, request.source.target, context.time_remaining())
+        mode = read_pause_mode("pause_mode", request.pause_mode)
+        timeout_s = context.time_remaining()
+        update = await parts.updater.update(request.version, request.source.target, timeout_s, mode)
         return rollout_pb2.UpdateWeightsResponse(
             version=update.served.version,
             digest=update.served.digest,
@@ -188,6 +196,24 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             tensors=checked.tensors,
             unverified=checked.unverified,
         )
+
+    async def Pause(
+        self, request: rollout_pb2.PauseRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.PauseResponse:
+        """See the contract."""
+        parts = self.loaded()
+        self._fencing.admit(request.fence)
+        mode = read_pause_mode("mode", request.mode)
+        return rollout_pb2.PauseResponse(interrupted=await parts.pauser.pause(mode, read_lease_s(request)))
+
+    async def Resume(
+        self, request: rollout_pb2.ResumeRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.ResumeResponse:
+        """See the contract."""
+        parts = self.loaded()
+        self._fencing.admit(request.fence)
+        parts.pauser.resume()
+        return rollout_pb2.ResumeResponse()
 
     def loaded(self) -> Parts:
         """Returns the parts. Raises `RollwireError`, UNAVAILABLE / `NO_WEIGHTS`, while the model is being loaded."""

@@ -1,5 +1,10 @@
 """The states of a weight update: which version serves, which one is being staged. Pure; the shell is `weights.py`.
 
+    idle ─begin► fetching ─verified► preparing ─prepared► draining ─drained► loading ─loaded► idle
+    (any but loading) ─failed► idle, the old version serves     loading ─failed► idle, nothing serves
+
+Every arrow names its version: a repeat, and an arrow of a version that serves by now, change nothing.
+
 What the engine holds is unknown from the moment loading begins until its digest has been compared. In that time, and
 after a load that failed, nothing serves: a mix of two versions must never generate (I3).
 """
@@ -23,8 +28,10 @@ class Phase(Enum):
     """No update in progress."""
     FETCHING = auto()
     """The stream is arriving; the old version generates."""
+    PREPARING = auto()
+    """Verified in host memory; the engine may make a copy of its own; the old version generates."""
     DRAINING = auto()
-    """Verified in host memory; running generations of the old version end, new ones wait."""
+    """The gate is shut: running generations of the old version end, are aborted or stop, new ones wait."""
     LOADING = auto()
     """The engine's weights are being overwritten."""
 
@@ -62,11 +69,6 @@ class WeightStates:
         self.phase = Phase.IDLE
         self.staging: weights_pb2.WeightVersion | None = None
 
-    @property
-    def admits(self) -> bool:
-        """True if generations may start."""
-        return self.active is not None and self.phase in (Phase.IDLE, Phase.FETCHING)
-
     def begin(self, version: weights_pb2.WeightVersion) -> Begin:
         """Accepts a request for a version.
 
@@ -89,23 +91,28 @@ class WeightStates:
         self.phase = Phase.FETCHING
         return Begin.START
 
-    def verified(self) -> None:
-        """The stream is complete and verified; running generations are to end."""
-        self._advance(Phase.FETCHING, Phase.DRAINING)
+    def verified(self, version: weights_pb2.WeightVersion) -> None:
+        """The stream is complete and verified; the engine may prepare."""
+        self._advance(version, Phase.FETCHING)
 
-    def loading(self) -> None:
+    def prepared(self, version: weights_pb2.WeightVersion) -> None:
+        """The engine has prepared; the gate shuts, and running generations are to end."""
+        self._advance(version, Phase.PREPARING)
+
+    def drained(self, version: weights_pb2.WeightVersion) -> None:
         """Nothing generates any more; the engine's weights will be overwritten now."""
-        self._advance(Phase.DRAINING, Phase.LOADING)
-        self.active = None
+        if self._advance(version, Phase.DRAINING):
+            self.active = None
 
-    def loaded(self, held: bytes, expected: bytes) -> Served:
+    def loaded(self, version: weights_pb2.WeightVersion, held: bytes, expected: bytes) -> Served:
         """Activates the version if the engine holds exactly what the manifest announced.
 
         Raises:
             RollwireError: DATA_LOSS / `WEIGHTS_CORRUPT`; nothing serves until another update succeeds.
         """
-        assert self.phase is Phase.LOADING and self.staging is not None
-        version = self.staging
+        if self.active is not None and self.active.version == version:
+            return self.active
+        assert self.phase is Phase.LOADING and self.staging == version, f"{version_text(version)} is not being loaded"
         self._end()
         if held != expected:
             raise RollwireError(
@@ -122,13 +129,21 @@ class WeightStates:
         assert self.phase is not Phase.LOADING
         self.active = None
 
-    def failed(self) -> None:
+    def failed(self, version: weights_pb2.WeightVersion) -> None:
         """Ends an update that did not succeed; what served before loading began still serves."""
-        self._end()
+        if self.staging == version:
+            self._end()
 
-    def _advance(self, before: Phase, after: Phase) -> None:
+    def _advance(self, version: weights_pb2.WeightVersion, before: Phase) -> bool:
+        """Goes from a phase to the next one; False if that was done before."""
+        if self.active is not None and self.active.version == version:
+            return False
+        assert self.staging == version, f"{version_text(version)} is not being staged"
+        if self.phase.value > before.value:
+            return False
         assert self.phase is before, f"{self.phase} is not {before}"
-        self.phase = after
+        self.phase = Phase(before.value + 1)
+        return True
 
     def _end(self) -> None:
         self.phase = Phase.IDLE
