@@ -167,7 +167,10 @@ class RolloutServiceServicer(object):
     def Sleep(self, request, context):
         """Sleep pauses and frees the device's memory, so that a learner can use the same device. Idempotent by level; from
         SLEEP_LEVEL_HOST it may go on to SLEEP_LEVEL_DISCARD, not back. ABORTED / `UPDATE_IN_PROGRESS` while a version is being
-        staged. While asleep nothing generates and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`.
+        staged. FAILED_PRECONDITION / `SLEEP_DISABLED` when the engine was started without the means to free the device;
+        FAILED_PRECONDITION / `ASLEEP` where SLEEP_LEVEL_HOST would follow SLEEP_LEVEL_DISCARD. While asleep nothing generates
+        and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`, and after Wake the version that it staged
+        needs no fetching.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -100,7 +100,10 @@ class RolloutServiceStub:
     ]
     """Sleep pauses and frees the device's memory, so that a learner can use the same device. Idempotent by level; from
     SLEEP_LEVEL_HOST it may go on to SLEEP_LEVEL_DISCARD, not back. ABORTED / `UPDATE_IN_PROGRESS` while a version is being
-    staged. While asleep nothing generates and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`.
+    staged. FAILED_PRECONDITION / `SLEEP_DISABLED` when the engine was started without the means to free the device;
+    FAILED_PRECONDITION / `ASLEEP` where SLEEP_LEVEL_HOST would follow SLEEP_LEVEL_DISCARD. While asleep nothing generates
+    and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`, and after Wake the version that it staged
+    needs no fetching.
     """
 
     Wake: grpc.UnaryUnaryMultiCallable[
@@ -194,7 +197,10 @@ class RolloutServiceAsyncStub:
     ]
     """Sleep pauses and frees the device's memory, so that a learner can use the same device. Idempotent by level; from
     SLEEP_LEVEL_HOST it may go on to SLEEP_LEVEL_DISCARD, not back. ABORTED / `UPDATE_IN_PROGRESS` while a version is being
-    staged. While asleep nothing generates and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`.
+    staged. FAILED_PRECONDITION / `SLEEP_DISABLED` when the engine was started without the means to free the device;
+    FAILED_PRECONDITION / `ASLEEP` where SLEEP_LEVEL_HOST would follow SLEEP_LEVEL_DISCARD. While asleep nothing generates
+    and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`, and after Wake the version that it staged
+    needs no fetching.
     """
 
     Wake: grpc.aio.UnaryUnaryMultiCallable[
@@ -304,7 +310,10 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[rollwire.v1.rollout_pb2.SleepResponse, collections.abc.Awaitable[rollwire.v1.rollout_pb2.SleepResponse]]:
         """Sleep pauses and frees the device's memory, so that a learner can use the same device. Idempotent by level; from
         SLEEP_LEVEL_HOST it may go on to SLEEP_LEVEL_DISCARD, not back. ABORTED / `UPDATE_IN_PROGRESS` while a version is being
-        staged. While asleep nothing generates and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`.
+        staged. FAILED_PRECONDITION / `SLEEP_DISABLED` when the engine was started without the means to free the device;
+        FAILED_PRECONDITION / `ASLEEP` where SLEEP_LEVEL_HOST would follow SLEEP_LEVEL_DISCARD. While asleep nothing generates
+        and UpdateWeights only stages: it answers FAILED_PRECONDITION / `ASLEEP`, and after Wake the version that it staged
+        needs no fetching.
         """
 
     @abc.abstractmethod

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollwire.rpc.weight_stream import HostTensor, TensorLayout
-from rollwire.v1 import trajectory_pb2, weights_pb2
+from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 
 
 class GenerationError(Exception):
@@ -89,6 +89,7 @@ class EngineDescription:
         vocabulary_size: Valid token ids are 0 to this minus 1.
         max_sequence_tokens: Longest sequence, prompt and output together.
         max_concurrent_sequences: Sequences decoded together.
+        sleep_disabled: Why `sleep` cannot free the device and what to do about it; empty if it can, and on CPU.
     """
 
     name: str
@@ -98,6 +99,7 @@ class EngineDescription:
     vocabulary_size: int
     max_sequence_tokens: int
     max_concurrent_sequences: int
+    sleep_disabled: str = ""
 
 
 class Engine(Protocol):
@@ -168,6 +170,26 @@ class Engine(Protocol):
     @property
     def unverified(self) -> Sequence[str]:
         """Names of the tensors that cannot be read back; in `held_digest` what was loaded counts for them."""
+
+    async def sleep(self, level: rollout_pb2.SleepLevel.ValueType) -> int:
+        """Frees the device's memory; called while nothing is generated, and until `wake` nothing else but `sleep` is.
+
+        Args:
+            level: SLEEP_LEVEL_HOST keeps the weights in host memory; SLEEP_LEVEL_DISCARD need not, it may follow.
+
+        Returns:
+            Bytes given back to the device; 0 on CPU.
+
+        After an error what the engine holds is unknown.
+        """
+
+    async def wake(self) -> None:
+        """Takes the device's memory again; weights that were dropped must be loaded before anything is generated.
+
+        Raises:
+            torch.OutOfMemoryError: The memory is not free; the engine sleeps as before. After any other error what the
+                engine holds is unknown.
+        """
 
     async def failed(self) -> str:
         """Returns, in one line, why the engine cannot generate any more; does not return while it can."""

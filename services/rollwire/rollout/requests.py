@@ -159,6 +159,13 @@ def read_pause_mode(path: str, mode: rollout_pb2.PauseMode.ValueType) -> rollout
     return mode or rollout_pb2.PAUSE_MODE_WAIT
 
 
+def read_sleep_level(request: rollout_pb2.SleepRequest) -> rollout_pb2.SleepLevel.ValueType:
+    """Returns the level asked for, SLEEP_LEVEL_HOST by default. Raises `RollwireError`, INVALID_ARGUMENT."""
+    if request.level not in rollout_pb2.SleepLevel.values():
+        raise invalid_field("level", request.level, "SLEEP_LEVEL_HOST or SLEEP_LEVEL_DISCARD")
+    return request.level or rollout_pb2.SLEEP_LEVEL_HOST
+
+
 def read_lease_s(request: rollout_pb2.PauseRequest) -> float:
     """Returns the length of a pause in seconds. Raises `RollwireError`, INVALID_ARGUMENT."""
     return _seconds(request.lease, "lease", MAX_PAUSE_S) if request.HasField("lease") else DEFAULT_PAUSE_S

@@ -20,6 +20,7 @@ from rollwire.rollout.prompts import SYSTEM_TEMPLATE, TURN_TEMPLATE, PromptTempl
 from rollwire.rollout.requests import Limits
 from rollwire.rollout.servicer import Parts, RolloutServicer
 from rollwire.rollout.sessions import SessionOpener
+from rollwire.rollout.sleep import Sleeper
 from rollwire.rollout.weight_check import WeightChecker
 from rollwire.rollout.weights import WeightUpdater
 from rollwire.rpc.deadlines import deadline_s
@@ -91,6 +92,7 @@ class RolloutServer:
             updater=WeightUpdater(policy, buffers=started.buffers),
             pauser=Pauser(policy),
             checker=WeightChecker(policy),
+            sleeper=Sleeper(policy),
             groups=GroupRunner(runner, config.rollout.max_episodes),
             pool=pool,
             limits=limits,
@@ -110,6 +112,7 @@ class RolloutServer:
             await parts.updater.close()
             parts.pauser.resume()
             await parts.checker.close()
+            await parts.sleeper.close()
             await self._opener.finish()
             await parts.pool.close()
             await parts.policy.engine.close()

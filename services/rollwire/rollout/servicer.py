@@ -29,7 +29,9 @@ from rollwire.rollout.requests import (
     read_lease_s,
     read_pause_mode,
     read_sampling,
+    read_sleep_level,
 )
+from rollwire.rollout.sleep import Sleeper
 from rollwire.rollout.weight_check import WeightChecker
 from rollwire.rollout.weights import WeightUpdater
 from rollwire.rpc.errors import Reason, RollwireError, exhausted, invalid_field, precondition
@@ -51,6 +53,7 @@ class Parts:
         updater: Changes its weights.
         pauser: Pauses it.
         checker: Compares what the engine holds with what was loaded.
+        sleeper: Frees the device.
         groups: Plays groups.
         pool: Environment servers.
         limits: What requests may ask for.
@@ -62,6 +65,7 @@ class Parts:
     updater: WeightUpdater
     pauser: Pauser
     checker: WeightChecker
+    sleeper: Sleeper
     groups: GroupRunner
     pool: EnvironmentPool
     limits: Limits
@@ -106,6 +110,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             resident_bytes=_resident_bytes(),
             generated_tokens=engine.generated_tokens,
             paused=parts.pauser.paused,
+            sleep_level=parts.policy.sleep.level,
         )
 
     async def RunGroup(
@@ -214,6 +219,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._fencing.admit(request.fence)
         parts.pauser.resume()
         return rollout_pb2.ResumeResponse()
+
+    async def Sleep(
+        self, request: rollout_pb2.SleepRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.SleepResponse:
+        """See the contract."""
+        parts = self.loaded()
+        self._fencing.admit(request.fence)
+        return rollout_pb2.SleepResponse(freed_bytes=await parts.sleeper.sleep(read_sleep_level(request)))
+
+    async def Wake(
+        self, request: rollout_pb2.WakeRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.WakeResponse:
+        """See the contract."""
+        parts = self.loaded()
+        self._fencing.admit(request.fence)
+        active = await parts.sleeper.wake()
+        return rollout_pb2.WakeResponse(active_version=active.version if active is not None else None)
 
     def loaded(self) -> Parts:
         """Returns the parts. Raises `RollwireError`, UNAVAILABLE / `NO_WEIGHTS`, while the model is being loaded."""

@@ -11,7 +11,7 @@ for then nobody knows what the engine holds.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import Final
+from typing import Final, TypeAlias
 
 import grpc
 
@@ -21,7 +21,7 @@ from rollwire.v1 import rollout_pb2
 AWAKE: Final = rollout_pb2.SLEEP_LEVEL_UNSPECIFIED
 HOST: Final = rollout_pb2.SLEEP_LEVEL_HOST
 DISCARD: Final = rollout_pb2.SLEEP_LEVEL_DISCARD
-Level = rollout_pb2.SleepLevel.ValueType
+Level: TypeAlias = rollout_pb2.SleepLevel.ValueType
 
 
 class Step(Enum):

@@ -28,6 +28,7 @@ from rollwire.v1 import rollout_pb2, weights_pb2
 _log = get_logger(__name__)
 DRAIN_S: Final = 10.0
 """Time that running generations get to finish; then they are aborted, and episodes draw those turns again."""
+_AGAIN: Final = "UpdateWeights again"
 _PUBLISHING_POLL_S: Final = 0.2
 """Pause before a source that is publishing is asked again."""
 # Errors of the source that a reader of this server's errors can act on; others mean that it cannot be used.
@@ -56,7 +57,8 @@ class WeightUpdater:
 
     The active version stays in host memory, so that the next one can arrive as changes to it; while an update is in
     progress a second buffer holds the new one. Both are used again from update to update. The first two updates touch
-    them for the first time and take longer. The changes that came are kept too, for other servers: see `relay`.
+    them for the first time and take longer. While the engine sleeps an update ends in host memory. The changes that
+    came are kept too, for other servers: see `relay`.
 
     Args:
         policy: Whose weights.
@@ -71,6 +73,7 @@ class WeightUpdater:
         self._policy = policy
         self._buffers = buffers if buffers is not None else HostBuffers()
         self._held: HeldWeights | None = None
+        self._ready: HeldWeights | None = None
         self.relay = WeightRelay()
         self._drain_s = drain_s
         self._task: asyncio.Task[Update] | None = None
@@ -98,6 +101,7 @@ class WeightUpdater:
         states = self._policy.states
         begin = states.begin(version)
         if begin is Begin.ALREADY_ACTIVE:
+            self._policy.sleep.require_awake(_AGAIN)
             assert states.active is not None
             return Update(states.active)
         if begin is Begin.START:
@@ -119,8 +123,9 @@ class WeightUpdater:
         start_s = time.monotonic()
         states = self._policy.states
         try:
-            held, received_bytes = await self._fetch(version, target, timeout_s)
+            held, received_bytes = await self._obtain(version, target, timeout_s)
             fetched_s = time.monotonic()
+            self._keep_while_asleep(held)
             states.verified(version)
             served, pause_s = await self._swap_or_release(held, mode)
         except BaseException as error:
@@ -138,6 +143,26 @@ class WeightUpdater:
             pause_s=round(pause_s, 4),
         )
         return update
+
+    async def _obtain(
+        self, version: weights_pb2.WeightVersion, target: str, timeout_s: float
+    ) -> tuple[HeldWeights, int]:
+        """Returns the verified weights and how many bytes arrived: none if they are in host memory already."""
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            if ready.version == version:
+                return ready, 0
+            ready.release()
+        if self._held is not None and self._held.version == version:
+            # The engine has dropped them, or failed to load others.
+            return self._held, 0
+        return await self._fetch(version, target, timeout_s)
+
+    def _keep_while_asleep(self, held: HeldWeights) -> None:
+        """Keeps the weights for later and refuses to go on if the engine sleeps."""
+        if not self._policy.sleep.awake and held is not self._held:
+            self._ready = held
+        self._policy.sleep.require_awake(_AGAIN)
 
     async def _fetch(
         self, version: weights_pb2.WeightVersion, target: str, timeout_s: float
@@ -181,12 +206,14 @@ class WeightUpdater:
             await self._policy.engine.stage_weights(held.version, held.tensors, held.tensor_digests)
             swapped = await self._swap(held, mode)
         except BaseException:
-            held.release()
+            if held is not self._held:
+                held.release()
             raise
-        before, self._held = self._held, held
-        self.relay.hold(held)
-        if before is not None:
-            before.release()
+        if held is not self._held:
+            before, self._held = self._held, held
+            self.relay.hold(held)
+            if before is not None:
+                before.release()
         return swapped
 
     async def _swap(self, held: HeldWeights, mode: PauseMode) -> tuple[Served, float]:

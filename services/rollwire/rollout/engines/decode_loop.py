@@ -108,6 +108,11 @@ class DecodeLoop:
         self._scheduler.forget_kept()
         self._runner.forget()
 
+    def free(self) -> None:
+        """Forgets as `forget` does, and gives the memory for keys and values back."""
+        self.forget()
+        self._runner.free()
+
     def _run_to_end(self) -> None:
         try:
             self._run()

@@ -24,6 +24,9 @@ class Runner(Protocol):
     def forget(self) -> None:
         """Forgets all that is cached; the weights have changed."""
 
+    def free(self) -> None:
+        """Forgets all that is cached, and gives its memory back."""
+
 
 class PackedRunner:
     """Packs all chunks of a pass into one model call.
@@ -73,6 +76,10 @@ class PackedRunner:
     def forget(self) -> None:
         """See `Runner`; slots are overwritten before they are read, so there is nothing to do."""
 
+    def free(self) -> None:
+        """See `Runner`."""
+        self._cache.free()
+
 
 class PlainRunner:
     """Computes sequence by sequence with transformers' own attention: right for every causal model, and slower.
@@ -96,6 +103,10 @@ class PlainRunner:
     def forget(self) -> None:
         """See `Runner`."""
         self._caches.clear()
+
+    def free(self) -> None:
+        """See `Runner`."""
+        self.forget()
 
     def _one(self, chunk: Chunk) -> torch.Tensor:
         """Returns the logits `[V]` after a chunk."""

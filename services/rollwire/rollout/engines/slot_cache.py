@@ -66,6 +66,11 @@ class SlotCache:
         values_CSPKD[:, :, : self.capacity_tokens] = self._values_CSPKD
         self._keys_CSPKD, self._values_CSPKD, self.capacity_tokens = keys_CSPKD, values_CSPKD, capacity
 
+    def free(self) -> None:
+        """Forgets everything and takes no memory until `reserve`."""
+        self._keys_CSPKD, self._values_CSPKD = self._allocate(0)
+        self.capacity_tokens = 0
+
     def write(self, layer: int, places_N: torch.Tensor, keys_KND: torch.Tensor, values_KND: torch.Tensor) -> None:
         """Stores the keys and values of a pass.
 

@@ -12,13 +12,14 @@ import torch
 
 from rollwire.rollout.engine import EngineDescription, GenerationError, GenerationRequest, Piece
 from rollwire.rollout.engines.decode_loop import DecodeLoop, Outcome
+from rollwire.rollout.engines.device_memory import DeviceMemory
 from rollwire.rollout.engines.examine import choose_runner
 from rollwire.rollout.engines.scheduler import Generation, Scheduler
 from rollwire.rpc.weight_stream import HostTensor, TensorLayout
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.model_tensors import WIRE_TYPES, copy_all_in, held_digest, layouts
 from rollwire.serving.server import ServeError
-from rollwire.v1 import trajectory_pb2, weights_pb2
+from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 
 # A pass of this many tokens keeps a CPU's activations in its caches and a GPU busy.
 _TOKENS_PER_PASS: Final = {"cpu": 512}
@@ -59,6 +60,7 @@ class TransformersEngine:
         config = model.config.get_text_config()
         _check_positions(config, max_sequence_tokens)
         self._model = model
+        self._memory = DeviceMemory(model)
         self._dtype: torch.dtype = model.dtype
         self._layouts = layouts(model, self._dtype)
         self._description = EngineDescription(
@@ -159,6 +161,21 @@ class TransformersEngine:
     def unverified(self) -> Sequence[str]:
         """See `Engine`."""
         return ()
+
+    async def sleep(self, level: rollout_pb2.SleepLevel.ValueType) -> int:
+        """See `Engine`."""
+
+        def free() -> int:
+            before = self._memory.allocated_bytes()
+            self._loop.free()
+            self._memory.free(discard=level == rollout_pb2.SLEEP_LEVEL_DISCARD)
+            return max(before - self._memory.allocated_bytes(), 0)
+
+        return await self._between_passes(free)
+
+    async def wake(self) -> None:
+        """See `Engine`."""
+        await self._between_passes(self._memory.take)
 
     async def failed(self) -> str:
         """See `Engine`."""

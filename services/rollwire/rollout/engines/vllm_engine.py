@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
+import torch
 
 from rollwire.rollout.engine import EngineDescription, GenerationError, GenerationRequest, Piece, Sampling
 from rollwire.rollout.engines.vllm_names import CheckpointNames
@@ -19,10 +20,11 @@ from rollwire.rollout.engines.vllm_weights import WeightsNotHeldError, check_rep
 from rollwire.rollout.host_file import HostFile, HostMemoryError
 from rollwire.rpc.digests import tensor_digest, weights_digest
 from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.limits import MIB
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_stream import HostTensor, TensorLayout
 from rollwire.serving.logs import get_logger
-from rollwire.v1 import trajectory_pb2, weights_pb2
+from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 
 _log = get_logger(__name__)
 LOAD_TIMEOUT_S: Final = 600.0
@@ -31,6 +33,7 @@ _ABORT_PATIENCE_S: Final = 3.0
 _ABORT_INTERVAL_S: Final = 0.1
 _HEALTH_INTERVAL_S: Final = 1.0
 _STAGING_DEVICES: Final = ("cpu",)
+_VLLM_LEVELS: Final = {rollout_pb2.SLEEP_LEVEL_HOST: 1, rollout_pb2.SLEEP_LEVEL_DISCARD: 2}
 # Generation waits for one slice at a time; a large tensor takes longer than that.
 _STAGE_SLICE_S: Final = 0.005
 
@@ -76,6 +79,8 @@ class VllmEngine:
         self._unverified: list[str] = []
         self._staged: _Staged | None = None
         self._staging_refused = False
+        self._slept_bytes: list[int] = []
+        self._lost = False
         self._fault = "the engine has no weights yet"
         self._generated_tokens = 0
 
@@ -233,6 +238,35 @@ class VllmEngine:
         digests = await asyncio.to_thread(_tensor_digests, file)
         return weights_digest((digests | {name: self._digests[name] for name in self._unverified}).items())
 
+    async def sleep(self, level: rollout_pb2.SleepLevel.ValueType) -> int:
+        """See `Engine`. What vLLM keeps in host memory it keeps until it wakes, whatever follows."""
+        if level == rollout_pb2.SLEEP_LEVEL_DISCARD:
+            self._digests, self._fault = {}, "the weights were dropped"
+        if self._description.device == "cpu":
+            await self._engine.reset_prefix_cache()
+            return 0
+        if self._slept_bytes:
+            return 0
+        before = await self._call("rl_free_bytes")
+        await self._whole("falling asleep", self._engine.sleep(level=_VLLM_LEVELS[level], mode="abort"))
+        after = await self._call("rl_free_bytes")
+        self._slept_bytes = [max(more - less, 1) for less, more in zip(before, after, strict=True)]
+        return sum(self._slept_bytes)
+
+    async def wake(self) -> None:
+        """See `Engine`."""
+        if not self._slept_bytes:
+            return
+        # vLLM takes the memory piece by piece and cannot go back when there is no more.
+        free = await self._call("rl_free_bytes")
+        for rank, (wanted, found) in enumerate(zip(self._slept_bytes, free, strict=True)):
+            if found < wanted:
+                raise torch.OutOfMemoryError(
+                    f"rank {rank} needs {wanted // MIB} MiB of the device's memory, {found // MIB} MiB are free"
+                )
+        await self._whole("waking", self._engine.wake_up())
+        self._slept_bytes = []
+
     @property
     def unverified(self) -> Sequence[str]:
         """See `Engine`: those that vLLM's loader transforms."""
@@ -259,13 +293,14 @@ class VllmEngine:
         return str(prepared[0]["logprobs_mode"])
 
     async def failed(self) -> str:
-        """Returns, once vLLM's processes have died, why they did."""
-        while True:
+        """See `Engine`: vLLM's processes have died, or sleeping or waking has failed half way."""
+        while not self._lost:
             try:
                 await self._engine.check_health()
             except self._dead_error:
                 return self._died()
             await asyncio.sleep(_HEALTH_INTERVAL_S)
+        return self._fault
 
     async def close(self) -> None:
         """See `Engine`."""
@@ -347,18 +382,31 @@ class VllmEngine:
         reports, digests = await asyncio.gather(load, hashing)
         return digests, check_reports(file.entries, reports)
 
+    async def _whole(self, doing: str, call: Awaitable[Any]) -> None:
+        """Waits for what vLLM cannot take back; when it fails, the engine has failed."""
+        try:
+            await self._answer(doing, call)
+        except RollwireError as error:
+            self._fault = f"{doing} failed half way: {error.message}; restart the rollout server"
+            self._lost = True
+            raise _internal(self._fault) from error
+
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of `RolloutWorker` on every rank, between engine steps."""
+        results: list[Any] = await self._answer(method, self._engine.collective_rpc(method, args=arguments))
+        return results
+
+    async def _answer(self, method: str, call: Awaitable[Any]) -> Any:
+        """Waits for vLLM's answer to a call, and makes one kind of error of what it may raise."""
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                results: list[Any] = await self._engine.collective_rpc(method, args=arguments)
+                return await call
         except self._dead_error as error:
             raise _internal(self._died()) from error
         except TimeoutError as error:
             raise _internal(f"vllm's workers did not finish {method} within {LOAD_TIMEOUT_S:.0f} s") from error
         except Exception as error:  # what a worker raises arrives as text in one of several types
             raise _internal(f"vllm's workers failed in {method}: {one_line(error)}") from error
-        return results
 
     def _died(self) -> str:
         cause = self._output.failure()

@@ -40,6 +40,7 @@ pack_linear = linear_layers.dispatch_cpu_unquantized_gemm
 class RolloutWorker:
     """Methods that vLLM's worker gains; `self` is the worker."""
 
+    device: torch.device
     model_runner: Any
     vllm_config: Any
 
@@ -73,6 +74,12 @@ class RolloutWorker:
                 # before 0.29 it even ignored the seeds of a batch in which one row had none, as greedy rows do.
                 filters.forward = filters.forward_native
         return {"logprobs_mode": sampler.logprobs_mode}
+
+    def rl_free_bytes(self) -> int:
+        """Returns the memory of this rank's device that nobody uses; 0 on CPU."""
+        if current_platform.is_cpu():
+            return 0
+        return int(torch.get_device_module(self.device).mem_get_info()[0])
 
     def rl_load(self, path: str, entries: list[list[Any]], aliases: dict[str, str], complete: bool) -> dict[str, Any]:
         """Overwrites the model's weights with those of a file, and compares what is held then bit for bit.
