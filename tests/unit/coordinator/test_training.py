@@ -4,7 +4,7 @@ import typing
 
 from rollwire.coordinator.training import AGGREGATIONS, loss_settings
 from rollwire.serving.config import load_config
-from rollwire.serving.config.sections import AlgorithmSection
+from rollwire.serving.config.algorithm import AlgorithmSection
 from rollwire.v1 import learner_pb2
 
 

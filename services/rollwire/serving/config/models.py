@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rollwire.rpc.ids import is_name, is_tag
+from rollwire.serving.config.algorithm import COMPARING, AlgorithmSection
 from rollwire.serving.config.sections import (
-    AlgorithmSection,
     EnvironmentSection,
     LearnerSection,
     ModelSection,
@@ -160,6 +160,36 @@ class RunConfig(Section):
     services: ServicesSection = ServicesSection()
     """Running servers."""
 
+    @property
+    def needs_critic(self) -> bool:
+        """True if the learner has a critic."""
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the learner has a reference."""
+        return self.algorithm.kl.coefficient > 0
+
+    @model_validator(mode="after")
+    def _critic_and_reference(self) -> RunConfig:
+        critic, reference = self.learner.critic, self.learner.reference
+        if not self.needs_critic and (critic.path is not None or critic.warmup_steps > 0):
+            raise ValueError(
+                f"learner.critic is configured, but algorithm.advantage={self.algorithm.advantage} uses no critic; "
+                "remove it, or choose algorithm.advantage=gae"
+            )
+        if critic.warmup_steps >= self.run.max_steps:
+            raise ValueError(
+                f"learner.critic.warmup_steps is {critic.warmup_steps}, but the run has only run.max_steps="
+                f"{self.run.max_steps} steps: the policy would never be trained; lower it"
+            )
+        if reference.path is not None and not self.needs_reference:
+            raise ValueError(
+                f"learner.reference.path is {reference.path!r}, but algorithm.kl.coefficient is 0: nothing would use "
+                "the reference; remove it, or set the coefficient"
+            )
+        return self
+
     @model_validator(mode="after")
     def _across_sections(self) -> RunConfig:
         tags = [entry.tag for entry in self.environments]
@@ -170,7 +200,7 @@ class RunConfig(Section):
             raise ValueError("environments is empty; it needs at least one entry such as {tag: FrozenLake}")
         if len(set(tags)) != len(tags):
             raise ValueError(f"environments lists a tag twice: {tags}; merge the entries and add their weights")
-        if self.algorithm.advantage in ("grpo", "dr_grpo", "rloo") and self.batch.episodes_per_group < 2:
+        if self.algorithm.advantage in COMPARING and self.batch.episodes_per_group < 2:
             raise ValueError(
                 f"batch.episodes_per_group is {self.batch.episodes_per_group}, but algorithm.advantage="
                 f"{self.algorithm.advantage} compares episodes of a group and needs at least 2; "

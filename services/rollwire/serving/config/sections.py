@@ -162,6 +162,33 @@ class OptimizerSection(Section):
     """Gradients are scaled down to this global L2 norm."""
 
 
+class CriticOptimizerSection(OptimizerSection):
+    """AdamW of the critic and its schedule."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
+    """Peak learning rate."""
+
+
+class CriticSection(Section):
+    """The critic, which exists with `algorithm.advantage: gae` alone."""
+
+    path: str | None = None
+    """Model that it starts from, as for `model.path`, which is the default; its head starts at zero."""
+
+    warmup_steps: NotNegative = 0
+    """Training steps at the start in which only the critic is trained and the policy stays as it is."""
+
+    optimizer: CriticOptimizerSection = CriticOptimizerSection()
+    """AdamW of the critic and its schedule."""
+
+
+class ReferenceSection(Section):
+    """The reference, which exists with `algorithm.kl.coefficient` > 0 alone."""
+
+    path: str | None = None
+    """Model, as for `model.path`, which is the default: the policy as it starts."""
+
+
 class LearnerSection(Section):
     """The learner."""
 
@@ -199,6 +226,12 @@ class LearnerSection(Section):
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and its schedule."""
 
+    critic: CriticSection = CriticSection()
+    """The critic."""
+
+    reference: ReferenceSection = ReferenceSection()
+    """The reference."""
+
     torch_threads: NotNegative = 1
     """Threads of one learner rank on CPU; 0 lets torch decide."""
 
@@ -216,34 +249,6 @@ class LearnerSection(Section):
                 "parameters (learner.world_size / learner.tensor_parallel_size); choose a divisor, or 0 for all"
             )
         return self
-
-
-class AlgorithmSection(Section):
-    """Advantages and objective."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce"] = "grpo"
-    """Advantage estimator; docs/algorithms.md gives the formulas."""
-
-    policy_loss: Literal["ppo_clip"] = "ppo_clip"
-    """Policy loss."""
-
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Ratio clipped below at 1 - this."""
-
-    clip_high: Annotated[float, Field(ge=0)] = 0.2
-    """Ratio clipped above at 1 + this."""
-
-    entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Coefficient of the entropy bonus."""
-
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"
-    """How per-token losses become one number."""
-
-    filter_zero_variance: bool = True
-    """Leave groups whose scores are all equal out of the batch: their advantages are zero."""
-
-    recompute_old_logprobs: bool = False
-    """Take old log-probabilities from the learner instead of the engine."""
 
 
 class ServicesSection(Section):
