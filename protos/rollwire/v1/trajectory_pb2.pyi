@@ -348,6 +348,7 @@ class Turn(google.protobuf.message.Message):
     TRUNCATED_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     STOP_REASON_FIELD_NUMBER: builtins.int
+    OBSERVATION_DIGEST_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Position in the episode, from 0."""
     sequence: builtins.int
@@ -360,6 +361,10 @@ class Turn(google.protobuf.message.Message):
     """True if the environment cut the episode at this turn without a terminal state."""
     stop_reason: global___StopReason.ValueType
     """Why the generation of the response ended."""
+    observation_digest: builtins.bytes
+    """SHA-256 (32 bytes) of what the environment showed before the response, in UTF-8: equal digests in one group are
+    equal states to estimators that compare turns. Empty where unknown.
+    """
     @property
     def prompt(self) -> global___TokenRange:
         """Tokens new in this turn's prompt."""
@@ -384,9 +389,10 @@ class Turn(google.protobuf.message.Message):
         truncated: builtins.bool = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         stop_reason: global___StopReason.ValueType = ...,
+        observation_digest: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["prompt", b"prompt", "response", b"response"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["index", b"index", "metrics", b"metrics", "prompt", b"prompt", "response", b"response", "reward", b"reward", "sequence", b"sequence", "stop_reason", b"stop_reason", "terminated", b"terminated", "truncated", b"truncated"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "metrics", b"metrics", "observation_digest", b"observation_digest", "prompt", b"prompt", "response", b"response", "reward", b"reward", "sequence", b"sequence", "stop_reason", b"stop_reason", "terminated", b"terminated", "truncated", b"truncated"]) -> None: ...
 
 global___Turn = Turn
 

@@ -134,7 +134,7 @@ class EpisodeRunner:
         max_turns, max_tokens = session.start.max_turns, plan.sampling.max_tokens
         start = session.start
         messages = self._first_messages(start, max_turns, max_tokens)
-        block, new_sequence = self._encoder.opening(messages), True
+        block, new_sequence, observation = self._encoder.opening(messages), True, start.observation
         if len(block) >= plan.max_episode_tokens:
             raise EpisodeFailed(
                 trajectory_pb2.FAILURE_REASON_PROMPT_TOO_LONG,
@@ -143,7 +143,7 @@ class EpisodeRunner:
             )
         while True:
             turn = record.turn_index
-            record.add_prompt(block, new_sequence=new_sequence)
+            record.add_prompt(block, new_sequence=new_sequence, observation=observation)
             began_s = time.monotonic()
             pieces = await self._respond(plan, record.token_ids(), derive_seed(seed, turn), cache_key)
             answered_s = time.monotonic()
@@ -161,7 +161,7 @@ class EpisodeRunner:
                 return trajectory_pb2.EPISODE_END_TERMINATED
             if step.truncated:
                 return trajectory_pb2.EPISODE_END_TRUNCATED
-            following = self._next_messages(step, turn + 1, max_turns, max_tokens)
+            following, observation = self._next_messages(step, turn + 1, max_turns, max_tokens), step.observation
             if self._encoder.extends:
                 new_sequence = False
                 block = self._encoder.continuation(following[0], answer, stopped=stopped)

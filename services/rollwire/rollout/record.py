@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ class _OpenTurn:
     sequence: int
     prompt_begin: int
     response_begin: int
+    observation_digest: bytes
     response_end: int = 0
     stop_reason: trajectory_pb2.StopReason.ValueType = trajectory_pb2.STOP_REASON_UNSPECIFIED
 
@@ -46,8 +48,8 @@ class EpisodeRecord:
         """Returns the tokens of the sequence being extended."""
         return list(self.sequences[-1].token_ids) if self.sequences else []
 
-    def add_prompt(self, token_ids: Sequence[int], *, new_sequence: bool) -> None:
-        """Starts a turn with tokens that the policy is shown."""
+    def add_prompt(self, token_ids: Sequence[int], *, new_sequence: bool, observation: str | None = None) -> None:
+        """Starts a turn with tokens that the policy is shown, and what the environment showed if that is known."""
         assert self._open is None, "the turn before has no outcome"
         if new_sequence or not self.sequences:
             self.sequences.append(trajectory_pb2.TokenSequence())
@@ -56,7 +58,8 @@ class EpisodeRecord:
         sequence.token_ids.extend(token_ids)
         sequence.loss_mask.extend([False] * len(token_ids))
         sequence.logprobs.extend([0.0] * len(token_ids))
-        self._open = _OpenTurn(len(self.sequences) - 1, begin, begin + len(token_ids))
+        digest = b"" if observation is None else hashlib.sha256(observation.encode()).digest()
+        self._open = _OpenTurn(len(self.sequences) - 1, begin, begin + len(token_ids), digest)
 
     def add_response(self, pieces: Sequence[Piece]) -> None:
         """Adds what the policy answered, each piece drawn by the version that it names."""
@@ -94,6 +97,7 @@ class EpisodeRecord:
                 truncated=step.truncated and not step.terminated,
                 metrics=step.metrics,
                 stop_reason=turn.stop_reason,
+                observation_digest=turn.observation_digest,
             )
         )
         self._open = None

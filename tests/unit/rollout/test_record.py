@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,3 +107,16 @@ def test_metrics_are_aggregated_as_declared() -> None:
 )
 def test_aggregations(how: pb.MetricAggregation.ValueType, expected: float) -> None:
     assert aggregate([2.0, 6.0, 1.0], how) == expected
+
+
+def test_turns_name_what_the_environment_showed_by_its_digest() -> None:
+    record = EpisodeRecord()
+    for observation in ("_P_", "P__", "_P_", None):
+        record.add_prompt([1], new_sequence=True, observation=observation)
+        record.add_response([Piece([2], [-0.5], version(0), trajectory_pb2.STOP_REASON_STOP_TOKEN)])
+        record.add_outcome(pb.StepResponse())
+
+    digests = [turn.observation_digest for turn in record.turns]
+    assert digests[0] == digests[2] == hashlib.sha256(b"_P_").digest()
+    assert digests[1] != digests[0]
+    assert digests[3] == b""
