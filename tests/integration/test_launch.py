@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
@@ -15,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rollwire.rpc.digests import weights_digest
 from rollwire.v1 import trajectory_pb2
 
-from .conftest import Run
+from .conftest import EXAMPLE, Run, rollwire
 
 STEPS, GROUPS, EPISODES = 3, 4, 4
 SCALARS = (
@@ -111,6 +112,14 @@ def test_the_summary_names_the_places(launched: Run) -> None:
     assert str(launched.path) in launched.stdout
     assert "tensorboard --logdir" in launched.stdout
     assert "validation success, FrozenLake" in launched.stdout
+
+
+def test_a_start_that_fails_is_one_line_and_leaves_no_run_directory(tmp_path: Path) -> None:
+    done = rollwire("launch", EXAMPLE, f"run.output_dir={tmp_path}", "rollout.max_episode_tokens=1000000")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "rollout server ended with status 1: rollout.max_episode_tokens is 1000000" in line
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_seed_gives_the_same_run_bit_for_bit(launched: Run, launch_again: Callable[..., Run]) -> None:

@@ -23,6 +23,7 @@ from rollwire.coordinator.status import RunStatus
 from rollwire.serving.config import RunConfig, load_config
 from rollwire.serving.logs import configure_logging
 from rollwire.serving.model_files import model_source
+from rollwire.serving.server import ServeError
 from rollwire.v1 import coordinator_pb2
 
 DEATH_DELAY_S: Final = 0.5
@@ -66,6 +67,11 @@ def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool) ->
             if interrupts.received is None:
                 raise
             summary = None
+        except (RunError, ServeError) as error:
+            # Where the message names a log file, a person will want to read it.
+            if not progress.status.began and str(run_dir.path) not in str(error):
+                run_dir.remove()
+            raise
     if summary is None:
         assert interrupts.received is not None
         console.print(f"ended by {interrupts.received.name} after {progress.status.step} steps")

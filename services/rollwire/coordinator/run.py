@@ -92,6 +92,7 @@ async def run_training(
         if found.learner.version.step:
             status.notice(f"the learner is at {version_text(found.learner.version)}; the run goes on from there")
         parts = build_parts(config, run_dir, status, ledger, peers, found, budgets or Budgets(), children, stack)
+        status.began = True
         if status.stop_cause is None:
             status.state = coordinator_pb2.RUN_STATE_RUNNING
         loop = StepLoop(parts, found.learner.version, found.learner.digest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -47,6 +48,13 @@ class RunDir:
     def address_file(self) -> Path:
         """Where the coordinator can be reached while the run goes on."""
         return self.path / ADDRESS_FILE
+
+    def remove(self) -> None:
+        """Removes the directory of a run that recorded nothing, and those above it that are empty then."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):  # there are other runs
+            self.path.parent.rmdir()
+            self.path.parent.parent.rmdir()
 
 
 def create_run_dir(config: RunConfig, now: datetime) -> RunDir:

@@ -45,6 +45,7 @@ class RunStatus:
         version: Version that the learner has reached.
         latest: Latest value of every scalar.
         stop_cause: Why somebody asked to stop; None while nobody did.
+        began: True once the servers are ready and fit together; before that nothing is recorded.
     """
 
     run_name: str
@@ -60,6 +61,7 @@ class RunStatus:
     version: weights_pb2.WeightVersion = field(default_factory=weights_pb2.WeightVersion)
     latest: Metrics = field(default_factory=dict)
     stop_cause: str | None = None
+    began: bool = False
     _started: float = field(default_factory=time.monotonic)
 
     @property

@@ -89,18 +89,26 @@ class CallGate:
 
 
 class GuardedServer:
-    """The part of `grpc.aio.Server` that generated code registers handlers with; wraps them all."""
+    """The part of `grpc.aio.Server` that generated code registers handlers with; wraps them all.
+
+    Attributes:
+        service_names: Full names of the services registered so far.
+    """
 
     def __init__(self, server: Any, gate: CallGate) -> None:
+        self.service_names: set[str] = set()
         self._server = server
         self._gate = gate
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
         """Adds handlers that are found by name."""
+        handlers = tuple(handlers)
+        self.service_names.update(handler.service_name() for handler in handlers)
         self._server.add_generic_rpc_handlers(tuple(_GuardedHandlers(handler, self._gate) for handler in handlers))
 
     def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Handler]) -> None:
         """Adds the handlers of one service by method name."""
+        self.service_names.add(service_name)
         wrapped = {name: self._gate.wrap(f"/{service_name}/{name}", handler) for name, handler in handlers.items()}
         self._server.add_registered_method_handlers(service_name, wrapped)
 

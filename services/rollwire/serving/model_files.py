@@ -38,7 +38,9 @@ def model_source(section: ModelSection) -> str:
         raise ServeError(f"model.path is {section.path!r}: {error}") from error
     directory = Path(source)
     if not directory.exists():
-        if isinstance(source, str) and _HUB_ID.fullmatch(source) is not None:
+        # Where the first part is a directory here, a path is meant; asking the hub for it would take a minute.
+        local = directory.parent != Path() and directory.parent.is_dir()
+        if isinstance(source, str) and _HUB_ID.fullmatch(source) is not None and not local:
             return source
         raise ServeError(
             f"model.path is {section.path!r}: there is no such directory; allowed: builtin:tiny, a directory in "

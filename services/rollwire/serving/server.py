@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,9 +127,10 @@ async def serving(
     await health_servicer.set("", _SERVING)
     readiness = Readiness(health_servicer, service.full_name)
     await readiness.set(False)
-    service.register(gate.guard(server))
+    guarded = gate.guard(server)
+    service.register(guarded)
     if binding.debug_services:
-        _add_reflection(server, service.full_name)
+        _add_reflection(server, guarded.service_names)
     address = _bind(server, binding)
     await server.start()
     try:
@@ -198,7 +199,7 @@ def _write_ready_file(path: Path, address: str) -> None:
     partial.replace(path)
 
 
-def _add_reflection(server: grpc.aio.Server, full_name: str) -> None:
+def _add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:
     from grpc_reflection.v1alpha import reflection
 
-    reflection.enable_server_reflection((full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((*sorted(service_names), health.SERVICE_NAME, reflection.SERVICE_NAME), server)

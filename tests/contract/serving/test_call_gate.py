@@ -10,11 +10,14 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from rollwire.client import CoordinatorClient, Reason, RollwireError
 from rollwire.rpc.channel import open_channel
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
-from rollwire.serving.server import Binding, Readiness, RunningServer, ServeError, serving
+from rollwire.rpc.weight_relay import WeightRelay
+from rollwire.serving.server import Binding, Readiness, RunningServer, ServeError, serve_forever, serving
+from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 
@@ -50,6 +53,40 @@ class _Coordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
             self.finished += 1
             return coordinator_pb2.StopResponse()
         raise RollwireError(grpc.StatusCode.FAILED_PRECONDITION, Reason.WRONG_TURN, "no", metadata={"a": "b"})
+
+
+class _Two(_Coordinator):
+    """Serves weights beside its main service, as rollout servers and learners do."""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        super().register(server)
+        WeightsServicer(WeightRelay).register(server)
+
+
+async def test_reflection_lists_every_service() -> None:
+    async with (
+        serving(_Two(), Binding(debug_services=True), grace_s=1) as running,
+        grpc.aio.insecure_channel(running.address) as channel,
+    ):
+        request = reflection_pb2.ServerReflectionRequest(list_services="*")
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        async for response in stub.ServerReflectionInfo(iter([request]), timeout=10):
+            names = {service.name for service in response.list_services_response.service}
+        assert {"rollwire.v1.CoordinatorService", "rollwire.v1.WeightsService", "grpc.health.v1.Health"} <= names
+
+
+class _Failing(_Coordinator):
+    """Cannot go on soon after it has started."""
+
+    async def start(self, readiness: Readiness) -> None:
+        await readiness.set(True)
+        await readiness.fail("the engine has died; restart the server")
+
+
+async def test_a_service_that_cannot_go_on_ends_its_server() -> None:
+    with pytest.raises(ServeError, match=r"^the engine has died; restart the server$"):
+        async with asyncio.timeout(10):
+            await serve_forever(_Failing(), Binding())
 
 
 @pytest.fixture

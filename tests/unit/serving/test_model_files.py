@@ -40,6 +40,18 @@ def refused(path: Path | str, dtype: torch.dtype = torch.float32) -> str:
 def test_sources() -> None:
     assert model_source(ModelSection()) == str(TINY)
     assert model_source(ModelSection(path="some/model")) == "some/model"
+    assert model_source(ModelSection(path="gpt2")) == "gpt2"
+
+
+@pytest.mark.parametrize("path", ["./model", "../model", "/some/model", "~/model", "some/deep/model", "here/model"])
+def test_a_missing_directory_is_not_looked_for_on_the_hub(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(ServeError, match="there is no such directory") as caught:
+        model_source(ModelSection(path=path))
+    assert repr(path) in str(caught.value)
 
 
 def test_what_is_missing_is_named(directory: Path, tmp_path: Path) -> None:
