@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass
 from typing import Final
@@ -55,6 +56,8 @@ def select_device(setting: str) -> torch.device:
     Raises:
         ServeError: The device is not there.
     """
+    if setting == "npu":
+        _import_torch_npu()
     available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if setting == "auto":
         chosen = available if available is not None and available.type in DEVICE_TYPES else torch.device("cpu")
@@ -74,6 +77,22 @@ def select_device(setting: str) -> torch.device:
 def collective_backends(device: torch.device) -> str:
     """Returns the backends that `torch.distributed.init_process_group` is given for a device."""
     return _COLLECTIVES[device.type]
+
+
+def _import_torch_npu() -> None:
+    """Imports what makes NPUs known to torch; `import torch` has done so already unless it was told not to.
+
+    Raises:
+        ServeError: It is not installed, or does not find CANN.
+    """
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:  # its libraries raise what the loader and CANN raise
+        lines = str(error).splitlines()
+        raise ServeError(
+            f"device is 'npu', but torch_npu cannot be imported ({type(error).__name__}: {lines[0] if lines else ''}); "
+            "install rollwire with the extra ascend and source CANN's set_env.sh, as docs/ascend.md says"
+        ) from error
 
 
 def prepare(

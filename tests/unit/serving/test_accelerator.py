@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -40,13 +42,28 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, setting: str, present: str | N
     assert select_device(setting).type == chosen
 
 
-@pytest.mark.parametrize(("setting", "present"), [("cuda", None), ("npu", None), ("cuda", "mps")])
+@pytest.mark.parametrize(("setting", "present"), [("cuda", None), ("cuda", "mps")])
 def test_a_device_that_is_not_there_is_an_error(
     monkeypatch: pytest.MonkeyPatch, setting: str, present: str | None
 ) -> None:
     with_accelerator(monkeypatch, present)
     with pytest.raises(ServeError, match=f"device is '{setting}'.*device=auto"):
         select_device(setting)
+
+
+def test_npus_are_there_once_torch_npu_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_accelerator(monkeypatch, None)
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    with pytest.raises(ServeError, match=r"device is 'npu', but torch .* finds cpu alone; install torch-npu"):
+        select_device("npu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type="npu"))
+    assert select_device("npu").type == "npu"
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    with pytest.raises(
+        ServeError, match=r"torch_npu cannot be imported \(ModuleNotFoundError.*extra ascend.*set_env.sh"
+    ):
+        select_device("npu")
 
 
 def test_settings_are_applied_and_reported() -> None:

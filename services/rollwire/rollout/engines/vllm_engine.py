@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import grpc
@@ -34,6 +34,11 @@ _ABORT_INTERVAL_S: Final = 0.1
 _HEALTH_INTERVAL_S: Final = 1.0
 _STAGING_DEVICES: Final = ("cpu",)
 _VLLM_LEVELS: Final = {rollout_pb2.SLEEP_LEVEL_HOST: 1, rollout_pb2.SLEEP_LEVEL_DISCARD: 2}
+# Waking, vllm-ascend 0.23 turns the weights of experts round once more: the model then talks nonsense without an error.
+_EXPERTS_DO_NOT_SLEEP: Final = (
+    "this rollout server cannot free its device: vllm-ascend wakes models with experts wrongly; use a dense model, or "
+    "give rollout server and learner devices of their own"
+)
 # Generation waits for one slice at a time; a large tensor takes longer than that.
 _STAGE_SLICE_S: Final = 0.005
 
@@ -285,6 +290,8 @@ class VllmEngine:
             RollwireError: INTERNAL / `INTERNAL`: the workers failed.
         """
         prepared = await self._call("rl_prepare")
+        if self._description.device == "npu" and prepared[0]["reload"] and not self._description.sleep_disabled:
+            self._description = replace(self._description, sleep_disabled=_EXPERTS_DO_NOT_SLEEP)
         greedy = Sampling(0.0, 1.0, 0, 1, frozenset(), trajectory_pb2.LOGPROB_MODE_SAMPLED)
         arguments = sampling_arguments(GenerationRequest([0], greedy, 0, 2)) | {"output_kind": self._final_only}
         async with aclosing(self._outputs([0], arguments, self._version)) as outputs:

@@ -29,6 +29,23 @@ _REFUSED: Final = {
     "VLLM_SERVER_DEV_MODE": "offers vLLM's development endpoints",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "lets messages to the engine carry pickled code",
 }
+_REFUSED_ON_NPU: Final = {
+    "VLLM_ASCEND_ENABLE_NZ": "keeps weights in the NZ format, which cannot be updated",
+    "VLLM_ASCEND_ENABLE_FUSED_MC2": "keeps the weights of experts in the NZ format, which cannot be updated",
+    "DYNAMIC_EPLB": "moves experts between devices behind the back of weight updates",
+}
+# The platform, and what patches vLLM for it in every process; a profiler's plugin is not needed.
+_NPU_PLUGINS: Final = ("ascend", "ascend_kv_connector", "ascend_model", "ascend_model_loader")
+_ALLOCATORS: Final = {
+    "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+    "npu": ("PYTORCH_NPU_ALLOC_CONF",),
+}
+# What else decides how vLLM runs: logged, never set.
+_SHOWN: Final = {
+    "cpu": (),
+    "cuda": ("CUDA_VISIBLE_DEVICES", "VLLM_PLUGINS", *_ALLOCATORS["cuda"]),
+    "npu": ("ASCEND_RT_VISIBLE_DEVICES", "ASCEND_HOME_PATH", "VLLM_PLUGINS", *_ALLOCATORS["npu"]),
+}
 _OFF: Final = ("", "0", "false", "False")
 _CPU_BLOCK_TOKENS: Final = 32
 # Larger passes have more work per call of a kernel; beyond this their activations leave the caches.
@@ -67,24 +84,36 @@ class EngineRequest:
 class VllmSettings:
     """Chosen settings: variables to set unless they are set, and keyword arguments of `AsyncEngineArgs`."""
 
+    device: str
     environment: dict[str, str]
     arguments: dict[str, Any]
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Refuses variables that open the engine.
+def check_environment(environment: Mapping[str, str], device: str, options: VllmSection) -> None:
+    """Refuses variables that open the engine, or with which its weights or its memory cannot be managed.
 
     Raises:
         ServeError: One of them is set.
     """
-    for name, effect in _REFUSED.items():
+    refused = _REFUSED | (_REFUSED_ON_NPU if device == "npu" else {})
+    for name, effect in refused.items():
         if environment.get(name, "0") not in _OFF:
             raise ServeError(f"{name} is {environment[name]!r}, which {effect}; Rollwire does not need it, unset it")
-    if environment.get("VLLM_ASCEND_ENABLE_NZ", "0") not in _OFF:
-        raise ServeError(
-            f"VLLM_ASCEND_ENABLE_NZ is {environment['VLLM_ASCEND_ENABLE_NZ']!r}; weights in the NZ format cannot be "
-            "updated, set it to 0 or unset it"
-        )
+    if device == "npu" and "VLLM_PLUGINS" in environment:
+        allowed = environment["VLLM_PLUGINS"].split(",")
+        missing = [name for name in _NPU_PLUGINS if name not in allowed]
+        if missing:
+            raise ServeError(
+                f"VLLM_PLUGINS is {environment['VLLM_PLUGINS']!r}, which keeps vllm-ascend's {', '.join(missing)} out; "
+                "unset it, or add them"
+            )
+    for name in _ALLOCATORS.get(device, ()) if options.sleep_mode else ():
+        # torch reads True, vllm-ascend compares the text; other spellings of it do not exist.
+        if "expandable_segments:true" in environment.get(name, "").replace(" ", "").lower():
+            raise ServeError(
+                f"{name} is {environment[name]!r}, but with rollout.vllm.sleep_mode=true the allocator cannot have "
+                "expandable segments: take expandable_segments:True out of it, or set rollout.vllm.sleep_mode=false"
+            )
 
 
 def check_version(version: str) -> None:
@@ -154,8 +183,20 @@ def choose(request: EngineRequest, options: VllmSection) -> VllmSettings:
         # Deprecations inside vLLM.
         "PYTHONWARNINGS": "ignore",
     }
+    if options.sleep_mode and request.device != "cpu":
+        arguments["enable_sleep_mode"] = True
     _FOR_DEVICE[request.device](request, options, environment, arguments)
-    return VllmSettings(environment, arguments)
+    return VllmSettings(request.device, environment, arguments)
+
+
+def sleep_disabled(request: EngineRequest, options: VllmSection) -> str:
+    """Returns why the engine cannot free its device, empty if it can; see `EngineDescription.sleep_disabled`."""
+    if options.sleep_mode or request.device == "cpu":
+        return ""
+    return (
+        "this rollout server cannot free its device: vllm was started without sleep mode; set "
+        "rollout.vllm.sleep_mode=true and restart it"
+    )
 
 
 def apply(settings: VllmSettings) -> None:
@@ -164,7 +205,8 @@ def apply(settings: VllmSettings) -> None:
     for name, value in settings.environment.items():
         os.environ.setdefault(name, value)
     effective = {name: os.environ[name] for name in settings.environment}
-    _log.info("vllm settings", environment=effective, arguments=settings.arguments)
+    found = {name: os.environ.get(name, "unset") for name in _SHOWN[settings.device]}
+    _log.info("vllm settings", environment=effective, found=found, arguments=settings.arguments)
 
 
 def _for_cpu(
@@ -217,9 +259,13 @@ def _for_npu(
 ) -> None:
     arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     environment |= {
-        # Weights in the NZ format cannot be overwritten by tensors in the checkpoint's layout.
+        # Weights in the NZ format cannot be overwritten by tensors in the checkpoint's layout. The variable rather than
+        # `additional_config`, because vllm-ascend 0.23 reads both.
         "VLLM_ASCEND_ENABLE_NZ": "0",
+        # 2 cannot capture graphs.
         "TASK_QUEUE_ENABLE": "1",
+        # The sampler whose mode of log-probabilities is set is the first model runner's; vllm-ascend 0.23 has no other.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         # A learner may use the same card: let each process find free ports.
         "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
         "HCCL_HOST_SOCKET_PORT_RANGE": "auto",

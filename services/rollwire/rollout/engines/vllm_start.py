@@ -16,6 +16,7 @@ from rollwire.rollout.engines.vllm_settings import (
     check_environment,
     choose,
     kv_bytes_per_token,
+    sleep_disabled,
 )
 from rollwire.rpc.errors import RollwireError
 from rollwire.serving.accelerator import select_device
@@ -53,7 +54,8 @@ async def start_vllm_engine(
         ServeError: The environment, the model or vLLM itself does not allow it.
     """
     options = options or VllmSection()
-    check_environment(os.environ)
+    device = select_device(device).type
+    check_environment(os.environ, device, options)
     dtype = SERVING_TYPES[section.dtype]
     source = model_source(section)
     config = _load_config(section, source)
@@ -64,7 +66,7 @@ async def start_vllm_engine(
     request = EngineRequest(
         model=source,
         dtype=section.dtype,
-        device=select_device(device).type,
+        device=device,
         max_sequence_tokens=max_sequence_tokens,
         max_concurrent_sequences=max_concurrent_sequences,
         torch_threads=torch_threads,
@@ -82,6 +84,7 @@ async def start_vllm_engine(
         vocabulary_size=text_config.vocab_size,
         max_sequence_tokens=max_sequence_tokens,
         max_concurrent_sequences=settings.arguments["max_num_seqs"],
+        sleep_disabled=sleep_disabled(request, options),
     )
     engine = VllmEngine(vllm, description, names, output)
     _log.info("vllm ready", vllm=version, logprobs_mode=await _prepare(engine, output))

@@ -29,6 +29,8 @@ from rollwire.rollout.host_file import FileEntry
 
 # Weights with these methods are used as they are loaded, but for the CPU's packed copies.
 _PLAIN_METHODS: Final = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+# Attributes made of loaded weights: products of latent attention, a copy of another type.
+_PRODUCTS: Final = ("W_UV", "W_UK_T", "weight_fp32")
 _NOT_ON_CPU: Final = (
     "{} is packed on the CPU in a way that cannot be updated; use rollout.engine=transformers for this architecture"
 )
@@ -48,7 +50,7 @@ class RolloutWorker:
         """Sets what vLLM's arguments cannot, once after the start.
 
         Returns:
-            `logprobs_mode` in effect.
+            `logprobs_mode` in effect. `reload`: the model computes with something else than the loaded weights.
 
         Raises:
             ValueError: The model's weights cannot be updated on this device.
@@ -73,7 +75,7 @@ class RolloutWorker:
                 # The CPU path draws noise for all rows and then again for the seeded ones, which all of ours are;
                 # before 0.29 it even ignored the seeds of a batch in which one row had none, as greedy rows do.
                 filters.forward = filters.forward_native
-        return {"logprobs_mode": sampler.logprobs_mode}
+        return {"logprobs_mode": sampler.logprobs_mode, "reload": self.rl_reload}
 
     def rl_free_bytes(self) -> int:
         """Returns the memory of this rank's device that nobody uses; 0 on CPU."""
@@ -186,7 +188,8 @@ def processed_layers(model: torch.nn.Module) -> list[str]:
         name
         for name, module in model.named_modules()
         if not type(getattr(module, "quant_method", None)).__name__.endswith((*_PLAIN_METHODS, "NoneType"))
-        or hasattr(module, "W_UV")
+        # vllm-ascend keeps them in the layer's implementation, which is not a module.
+        or any(hasattr(place, name) for place in (module, getattr(module, "impl", None)) for name in _PRODUCTS)
     ]
 
 

@@ -92,6 +92,10 @@ class VllmSection(Section):
     enforce_eager: bool = False
     """Do without CUDA or ACL graphs; always so on CPU."""
 
+    sleep_mode: bool = False
+    """Let `Sleep` free a device that rollout server and learner share. Excludes the allocator's expandable segments;
+    without effect on CPU."""
+
 
 class RolloutSection(Section):
     """The rollout server."""
