@@ -9,6 +9,8 @@ from typing import Final
 from rollwire.coordinator.admission import Admission
 from rollwire.coordinator.budgets import Budgets, FailureBudget
 from rollwire.coordinator.ledger import Ledger
+from rollwire.coordinator.logprob_gap import Bound, choose_bound
+from rollwire.coordinator.logprob_guard import LogprobGuard
 from rollwire.coordinator.loop import Parts
 from rollwire.coordinator.peers import Descriptions, Peers
 from rollwire.coordinator.planner import Planner
@@ -25,7 +27,7 @@ from rollwire.coordinator.transcripts import Transcripts
 from rollwire.coordinator.weight_check import WeightVerifier
 from rollwire.coordinator.weight_push import WeightPusher
 from rollwire.serving.config import RunConfig
-from rollwire.v1 import rollout_pb2, trajectory_pb2
+from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 
 MIN_FAILED_GROUPS: Final = 4
 """A run tolerates at least so many failed groups in a row, however small its steps are."""
@@ -66,12 +68,16 @@ def build_parts(
     budget = FailureBudget(max(config.batch.groups_per_step, MIN_FAILED_GROUPS))
     admission = Admission(config.batch.groups_per_step, config.max_staleness, config.run.max_steps)
     pump = RolloutPump(admission, planner, player, ledger, budget, config.max_staleness)
+    guard = LogprobGuard(
+        pool, peers.learner, _bound(config, found), config.sampling.temperature, probing=config.max_staleness > 0
+    )
     tracker = Tracker(run_dir.event_dir, run_dir.path)
     text_every_steps = config.tracking.text_samples_every_steps
     transcripts = Transcripts(config.model.path) if text_every_steps else None
     stack.callback(tracker.close)
     stack.push_async_callback(pool.close)
     stack.push_async_callback(pump.close)
+    stack.push_async_callback(guard.close)
     return Parts(
         config=config,
         status=status,
@@ -82,6 +88,17 @@ def build_parts(
         player=player,
         pump=pump,
         trainer=StepTrainer(peers.learner, config, fence, budgets, status.notice),
+        guard=guard,
         budget=budget,
         resident=ResidentMemory(peers, children),
+    )
+
+
+def _bound(config: RunConfig, found: Descriptions) -> Bound:
+    """Returns the largest gap that is rounding on the devices and in the element types of these servers."""
+    dtypes = [weights_pb2.DataType.Name(rollout.dtype).removeprefix("DATA_TYPE_").lower() for rollout in found.rollouts]
+    return choose_bound(
+        config.algorithm.max_logprob_gap,
+        [found.learner.device, *(rollout.device for rollout in found.rollouts)],
+        [config.learner.precision, *dtypes],
     )

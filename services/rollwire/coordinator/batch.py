@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollwire.coordinator.advantages import group_advantages, is_without_signal
+from rollwire.coordinator.comparable import Comparable
 from rollwire.v1 import learner_pb2, trajectory_pb2
 
 
@@ -46,7 +47,11 @@ class Batch:
 
 
 def build_batch(
-    groups: Sequence[Sequence[trajectory_pb2.Trajectory]], estimator: str, *, filter_zero_variance: bool
+    groups: Sequence[Sequence[trajectory_pb2.Trajectory]],
+    estimator: str,
+    *,
+    filter_zero_variance: bool,
+    comparable: Comparable | None = None,
 ) -> Batch:
     """Computes advantages and builds the samples.
 
@@ -54,6 +59,7 @@ def build_batch(
         groups: The step's groups by ascending index; each holds its trajectories by episode index.
         estimator: Name of the advantage estimator.
         filter_zero_variance: Leave groups out whose advantages are all zero.
+        comparable: Marks the samples whose log-probabilities can be compared with the learner's; None marks none.
     """
     batch = Batch()
     for group in groups:
@@ -65,11 +71,11 @@ def build_batch(
             continue
         batch.trained.extend(episodes)
         for episode in episodes:
-            batch.samples.extend(_samples(episode))
+            batch.samples.extend(_samples(episode, comparable))
     return batch
 
 
-def _samples(episode: Episode) -> list[learner_pb2.TrainSample]:
+def _samples(episode: Episode, comparable: Comparable | None) -> list[learner_pb2.TrainSample]:
     """Returns one sample for each sequence in which a token can be trained."""
     trajectory = episode.trajectory
     samples = []
@@ -86,6 +92,7 @@ def _samples(episode: Episode) -> list[learner_pb2.TrainSample]:
                 loss_mask=mask.tolist(),
                 advantages=np.where(mask, episode.advantage, 0.0).tolist(),
                 logprobs=sequence.logprobs,
+                comparable_logprobs=comparable is not None and comparable.covers(trajectory, sequence),
             )
         )
     return samples

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from rollwire.coordinator.batch import Batch, build_batch
 from rollwire.coordinator.budgets import FailureBudget
+from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.ledger_schema import StepPlan
+from rollwire.coordinator.logprob_guard import LogprobGuard
 from rollwire.coordinator.metrics import (
     Metrics,
     Throughput,
@@ -51,6 +53,7 @@ class Parts:
     player: GroupPlayer
     pump: RolloutPump
     trainer: StepTrainer
+    guard: LogprobGuard
     budget: FailureBudget
     resident: ResidentMemory
 
@@ -130,12 +133,15 @@ class StepLoop:
         """Makes training step number `step`."""
         parts, watch = self._parts, Stopwatch()
         self._begin_rollout_phase()
+        parts.guard.begin(step)
         taken = await parts.pump.next_batch()
         watch.lap("step_rollout")
         batch = self._build(taken)
         watch.lap("step_adv")
         parts.status.begin_phase("training")
-        metrics = await self._train(step, batch)
+        gap = await parts.guard.measure(self._version, batch)
+        metrics = {**gap, **await self._train(step, batch)}
+        await self._check_gap(step, metrics)
         watch.lap("step_train")
         parts.status.begin_phase("pushing weights")
         if batch.samples:
@@ -162,7 +168,12 @@ class StepLoop:
 
     def _build(self, taken: TakenBatch) -> Batch:
         algorithm = self._parts.config.algorithm
-        return build_batch(taken.groups, algorithm.advantage, filter_zero_variance=algorithm.filter_zero_variance)
+        return build_batch(
+            taken.groups,
+            algorithm.advantage,
+            filter_zero_variance=algorithm.filter_zero_variance,
+            comparable=self._parts.guard.comparable(self._version),
+        )
 
     async def _train(self, step: int, batch: Batch) -> Metrics:
         """Journals the plan, trains, journals the result; returns the learner's metrics, nothing if no sample was left.
@@ -187,6 +198,14 @@ class StepLoop:
         await parts.ledger.commit_step(step, base.lineage, self._version.step, metrics)
         parts.status.version = self._version
         return metrics
+
+    async def _check_gap(self, step: int, metrics: Metrics) -> None:
+        """Ends the run when engine and learner disagree; what was measured is logged before."""
+        try:
+            self._parts.guard.check(step, metrics)
+        except RunError:
+            await self._parts.recorder.scalars(step, metrics)
+            raise
 
     def _describe(self, step: int, batch: Batch, taken: TakenBatch) -> Metrics:
         """Returns the metrics of a step's data and scheduling, and adds the step to the totals."""

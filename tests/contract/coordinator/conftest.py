@@ -87,6 +87,10 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
         self.after_train: Callable[[], None] = lambda: None
         self.digest_of = digest_of
         self.exports: list[str] = []
+        self.device = "cpu"
+        self.gap: Callable[[list[learner_pb2.TrainSample]], dict[str, float]] = lambda samples: {}
+        self.scored: list[list[learner_pb2.TrainSample]] = []
+        self.scores_as = -1.0
 
     async def GetInfo(self, request: Any, context: Any) -> learner_pb2.LearnerServiceGetInfoResponse:
         return learner_pb2.LearnerServiceGetInfoResponse(
@@ -94,6 +98,7 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
             digest=self.digest_of(self.step),
             model_architecture="TinyForCausalLM",
             max_sequence_tokens=4096,
+            device=self.device,
             policy_losses=["ppo_clip"],
             resident_bytes=3 << 20,
         )
@@ -129,10 +134,22 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
                 "actor_train/grad_norm": 1.0,
                 "critic/entropy/mean": 0.25,
                 "time/actor_train/train_step/total": 0.1,
+                **self.gap(samples),
             },
             digest=self.digest_of(base.step + 1),
             repeated_answer=known is not None,
         )
+
+    async def Score(self, request_iterator: Any, context: Any) -> AsyncIterator[learner_pb2.ScoreResponse]:
+        async for request in request_iterator:
+            assert request.temperature == 1.0
+            self.scored.append(list(request.samples))
+            version = weights_pb2.WeightVersion(lineage=self.lineage, step=self.step)
+            response = learner_pb2.ScoreResponse(version=version)
+            for sample in request.samples:
+                logprobs = [self.scores_as if wanted else 0.0 for wanted in sample.loss_mask]
+                response.scores.add(sample_id=sample.sample_id, logprobs=logprobs)
+            yield response
 
     async def Export(self, request: learner_pb2.ExportRequest, context: Any) -> learner_pb2.ExportResponse:
         if request.name in self.exports:
@@ -162,6 +179,8 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         self.play: Play = coin
         self.digest_of = digest_of
         self.checks: list[int] = []
+        self.generated: list[rollout_pb2.GenerateRequest] = []
+        self.before_generate: Callable[[], None] = lambda: None
         self.check_fault: Callable[[], None] = lambda: None
         self.unverified: list[str] = []
         self.log: list[str] = []
@@ -184,6 +203,8 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
             max_sequence_tokens=4096,
             episode_capacity=self.capacity,
             active_version=self.version,
+            device="cpu",
+            dtype=weights_pb2.DATA_TYPE_FLOAT32,
             resident_bytes=2 << 20,
         )
 
@@ -210,6 +231,14 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         return rollout_pb2.CheckWeightsResponse(
             version=self.version, digest=self.digest_of(self.version.step), tensors=3, unverified=self.unverified
         )
+
+    async def Generate(
+        self, request: rollout_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        self.before_generate()
+        self.generated.append(request)
+        for token in (7, 8):
+            yield rollout_pb2.GenerateResponse(token_ids=[token], logprobs=[-1.0], version=self.version)
 
     async def RunGroup(
         self, request: rollout_pb2.RunGroupRequest, context: Any
@@ -248,6 +277,9 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
             environment_seed=request.environment_seed,
             score=score,
             metrics={"success": score, "action_is_valid": 1.0},
+            sampling=trajectory_pb2.SamplingSettings(
+                temperature=1, top_p=1, logprob_mode=trajectory_pb2.LOGPROB_MODE_SAMPLED
+            ),
         )
         version = weights_pb2.WeightVersion(lineage=self.version.lineage, step=self.plays_with())
         sequence = trajectory.sequences.add(
