@@ -23,6 +23,9 @@ _NO_FLOAT64: Final = ("npu",)
 _FUSED_OPTIMIZER: Final = ("cpu", "cuda")
 # Which collective backend torch.distributed takes for tensors on a device; host tensors always travel over gloo.
 _COLLECTIVES: Final = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
+NPU_ENVIRONMENT: Final = {"HCCL_NPU_SOCKET_PORT_RANGE": "auto", "HCCL_HOST_SOCKET_PORT_RANGE": "auto"}
+"""Variables for every process that uses an NPU, unless they are set: rollout server and learner may share a card, and
+HCCL's fixed ports would then collide."""
 _PACKAGE: Final = {"cuda": "a CUDA build of torch", "npu": "torch-npu"}
 
 
@@ -116,6 +119,7 @@ def prepare(
         # cuBLAS reads this once, before its first call.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
+    environment = _prepare_npu(chosen) if chosen.type == "npu" else {}
     effective = Accelerator(
         device=chosen,
         attention=_AUTO_ATTENTION[chosen.type] if attention == "auto" else attention,
@@ -132,8 +136,18 @@ def prepare(
         torch=torch.__version__,
         torch_threads=effective.threads,
         deterministic=deterministic,
+        **environment,
     )
     return effective
+
+
+def _prepare_npu(device: torch.device) -> dict[str, str]:
+    """Sets what only NPUs have, before their first use; returns the effective variables."""
+    # Tensors in the device's private formats cannot be overwritten by, or read as, plain ones; optimizers refuse them.
+    torch.get_device_module(device).config.allow_internal_format = False
+    for name, value in NPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return {name.lower(): os.environ[name] for name in NPU_ENVIRONMENT}
 
 
 def _device_name(device: torch.device) -> str:

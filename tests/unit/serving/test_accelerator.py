@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -64,6 +65,22 @@ def test_npus_are_there_once_torch_npu_is_imported(monkeypatch: pytest.MonkeyPat
         ServeError, match=r"torch_npu cannot be imported \(ModuleNotFoundError.*extra ascend.*set_env.sh"
     ):
         select_device("npu")
+
+
+def test_npus_get_plain_formats_and_free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(config=SimpleNamespace(allow_internal_format=True), get_device_name=lambda: "Ascend910B3")
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type="npu"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setenv("HCCL_NPU_SOCKET_PORT_RANGE", "restored afterwards")
+    monkeypatch.delenv("HCCL_NPU_SOCKET_PORT_RANGE")
+    monkeypatch.setenv("HCCL_HOST_SOCKET_PORT_RANGE", "60000-60050")
+    found = prepare(device="npu")
+    assert module.config.allow_internal_format is False
+    assert os.environ["HCCL_NPU_SOCKET_PORT_RANGE"] == "auto"
+    assert os.environ["HCCL_HOST_SOCKET_PORT_RANGE"] == "60000-60050", "a user's variables are left alone"
+    assert found.wide == torch.float32 and not found.fused_optimizer and found.attention is None
 
 
 def test_settings_are_applied_and_reported() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rollwire.rpc.limits import MIB
+from rollwire.serving.accelerator import NPU_ENVIRONMENT
 from rollwire.serving.config.sections import VllmSection
 from rollwire.serving.logs import get_logger
 from rollwire.serving.server import ServeError
@@ -266,10 +267,7 @@ def _for_npu(
         "TASK_QUEUE_ENABLE": "1",
         # The sampler whose mode of log-probabilities is set is the first model runner's; vllm-ascend 0.23 has no other.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        # A learner may use the same card: let each process find free ports.
-        "HCCL_NPU_SOCKET_PORT_RANGE": "auto",
-        "HCCL_HOST_SOCKET_PORT_RANGE": "auto",
-    }
+    } | NPU_ENVIRONMENT
 
 
 _FOR_DEVICE: Final[dict[str, Callable[[EngineRequest, VllmSection, dict[str, str], dict[str, Any]], None]]] = {
