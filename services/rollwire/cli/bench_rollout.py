@@ -25,6 +25,7 @@ from rich.table import Table
 from rollwire.cli.arguments import ServeArguments, split_arguments
 from rollwire.cli.bench_process import CommandProcess, command_process, tree_cpu_s
 from rollwire.cli.bench_rollout_engine import Replay, run_bare_engine
+from rollwire.cli.bench_rollout_model import make_model, read_shape
 from rollwire.cli.bench_rollout_requests import drawn_tokens, recorded_episode, same_turns
 from rollwire.cli.bench_rollout_service import ServiceSide, service_side
 from rollwire.coordinator.launcher import child_environment
@@ -96,7 +97,7 @@ class RolloutResult:
 
     Attributes:
         engine: The engine of both sides.
-        model: `model.path`.
+        model: `model.path`, or the shape.
         rows: By number of concurrent episodes.
         load_average: Of one minute, before and after.
     """
@@ -112,6 +113,9 @@ def bench_rollout(
     engine: Annotated[Literal["transformers", "vllm"], typer.Option(help="Engine of both sides.")] = "transformers",
     concurrent: Annotated[
         list[int] | None, typer.Option(min=1, max=1024, help="Episodes at once; may be repeated.", show_default="64")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="HIDDENxLAYERS", help="Random weights of this shape instead of model.path.")
     ] = None,
     waves: Annotated[
         int, typer.Option(min=1, max=1000, help="Episodes of a round, as a multiple of those at once.")
@@ -129,22 +133,25 @@ def bench_rollout(
                 f"--concurrent is {count}; allowed: 1 to {EPISODES_PER_GROUP}, or a multiple of {EPISODES_PER_GROUP}, "
                 "because episodes are played in groups of that many"
             )
+    sizes = read_shape(shape) if shape is not None else None
     path, overrides = split_arguments(arguments)
     sequences = max(*counts, RunConfig().rollout.max_concurrent_sequences)
     console = Console()
     with tempfile.TemporaryDirectory(prefix="rollwire-bench-") as directory:
-        config = load_config(
-            path,
-            [
-                f"rollout.max_concurrent_sequences={sequences}",
-                *overrides,
-                f"rollout.engine={engine}",
-                f"run.output_dir={directory}",
-            ],
-        )
-        model_source(config.model)
+        settings = [
+            f"rollout.max_concurrent_sequences={sequences}",
+            *overrides,
+            f"rollout.engine={engine}",
+            f"run.output_dir={directory}",
+        ]
         with console.status("starting") as status:
+            if sizes is not None:
+                settings.append(f"model.path={directory}")
+                make_model(Path(directory), *sizes)
+            config = load_config(path, settings)
+            model_source(config.model)
             result = asyncio.run(measure(config, counts, waves, rounds, status.update))
+    result.model = shape or result.model
     _print(console, result)
     if json_path is not None:
         figures = asdict(result) | {"ratios": {str(row.concurrent): row.ratio for row in result.rows}}

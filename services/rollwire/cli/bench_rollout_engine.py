@@ -7,6 +7,7 @@ It has the settings of the rollout server's engine and the checkpoint's weights,
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -80,6 +81,8 @@ async def _run(pipe: Connection, config: RunConfig) -> None:
 
     async def start() -> None:
         engines.append(await _STARTERS[config.rollout.engine](config))
+        gc.collect()
+        gc.freeze()  # as servers do
 
     async def answer(groups: Sequence[Sequence[RecordedEpisode]], groups_at_once: int) -> Replay:
         return await replay(engines[0], groups, groups_at_once)

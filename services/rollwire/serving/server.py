@@ -8,6 +8,7 @@ A second signal ends the process at once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -164,6 +165,10 @@ async def serve_forever(service: Service, binding: Binding) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     async with serving(service, binding) as server:
+        # What was loaded lives as long as the process. Searching torch's and transformers' objects for garbage again and
+        # again would stop everything for tenths of a second at a time.
+        gc.collect()
+        gc.freeze()
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
         if server.failure.done():
