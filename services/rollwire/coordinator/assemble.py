@@ -15,11 +15,13 @@ from rollwire.coordinator.loop import Parts
 from rollwire.coordinator.peers import Descriptions, Peers
 from rollwire.coordinator.planner import Planner
 from rollwire.coordinator.player import GroupPlayer
+from rollwire.coordinator.preparation import BatchPreparer
 from rollwire.coordinator.pump import RolloutPump
 from rollwire.coordinator.recorder import Recorder
 from rollwire.coordinator.resident import ResidentMemory
 from rollwire.coordinator.rollout_pool import RolloutPool
 from rollwire.coordinator.run_dir import RunDir
+from rollwire.coordinator.scoring import SampleScorer
 from rollwire.coordinator.status import RunStatus
 from rollwire.coordinator.tracking import Tracker
 from rollwire.coordinator.training import StepTrainer
@@ -87,6 +89,7 @@ def build_parts(
         pool=pool,
         player=player,
         pump=pump,
+        preparer=BatchPreparer(config, SampleScorer(peers.learner, config, budgets, status.notice)),
         trainer=StepTrainer(peers.learner, config, fence, budgets, status.notice),
         guard=guard,
         budget=budget,

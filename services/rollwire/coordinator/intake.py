@@ -48,9 +48,34 @@ def check_trajectory(
         problem = _sequence_problem(sequence)
         if problem:
             raise ProtocolError(f"{name}, sequence {position}: {problem}")
+    problem = _turn_problem(trajectory)
+    if problem:
+        raise ProtocolError(f"{name}, {problem}")
+
+
+def _turn_problem(trajectory: trajectory_pb2.Trajectory) -> str:
+    """Returns what is wrong with the turns, or an empty text: in order, their responses hold all sampled tokens."""
+    covered = [np.zeros(len(sequence.token_ids), dtype=bool) for sequence in trajectory.sequences]
+    before = (0, 0)
     for turn in trajectory.turns:
-        if turn.sequence >= len(trajectory.sequences):
-            raise ProtocolError(f"{name}, turn {turn.index}: there is no sequence {turn.sequence}")
+        begin, end = turn.response.begin, turn.response.end
+        if turn.sequence >= len(covered):
+            return f"turn {turn.index}: there is no sequence {turn.sequence}"
+        if not math.isfinite(turn.reward):
+            return f"turn {turn.index}: its reward is {turn.reward}; it must be finite"
+        if not begin <= end <= len(covered[turn.sequence]) or (turn.sequence, begin) < before:
+            return (
+                f"turn {turn.index}: its response [{begin}, {end}) lies outside its sequence or before the last turn's"
+            )
+        covered[turn.sequence][begin:end] = True
+        before = (turn.sequence, end)
+    for position, (sequence, found) in enumerate(zip(trajectory.sequences, covered, strict=True)):
+        if list(sequence.loss_mask) != found.tolist():
+            return (
+                f"sequence {position}: the loss mask has {sum(sequence.loss_mask)} sampled tokens, the responses of "
+                f"its turns have {found.sum()}, or others"
+            )
+    return ""
 
 
 def _sequence_problem(sequence: trajectory_pb2.TokenSequence) -> str:

@@ -115,7 +115,7 @@ class LogprobGuard:
 
 def _prompts(batch: Batch) -> list[Sequence[int]]:
     """Returns the first prompts of the first episodes of as many groups as are needed."""
-    by_group = {episode.trajectory.group_id: episode.trajectory for episode in reversed(batch.consumed)}
+    by_group = {trajectory.group_id: trajectory for trajectory in reversed(batch.consumed)}
     trajectories = list(reversed(by_group.values()))[:PROMPTS]
     return [
         trajectory.sequences[0].token_ids[: trajectory.turns[0].prompt.end]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from rollwire.coordinator.batch import Batch, build_batch
+from rollwire.coordinator.batch import Batch
 from rollwire.coordinator.budgets import FailureBudget
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.ledger import Ledger
@@ -27,6 +27,7 @@ from rollwire.coordinator.metrics import (
 )
 from rollwire.coordinator.planner import Planner
 from rollwire.coordinator.player import GroupPlayer
+from rollwire.coordinator.preparation import BatchPreparer
 from rollwire.coordinator.pump import RolloutPump, TakenBatch
 from rollwire.coordinator.recorder import Recorder
 from rollwire.coordinator.resident import ResidentMemory
@@ -52,6 +53,7 @@ class Parts:
     pool: RolloutPool
     player: GroupPlayer
     pump: RolloutPump
+    preparer: BatchPreparer
     trainer: StepTrainer
     guard: LogprobGuard
     budget: FailureBudget
@@ -136,9 +138,8 @@ class StepLoop:
         parts.guard.begin(step)
         taken = await parts.pump.next_batch()
         watch.lap("step_rollout")
-        batch = self._build(taken)
-        watch.lap("step_adv")
         parts.status.begin_phase("training")
+        batch = await parts.preparer.prepare(taken.groups, parts.guard.comparable(self._version), watch.lap)
         gap = await parts.guard.measure(self._version, batch)
         metrics = {**gap, **await self._train(step, batch)}
         await self._check_gap(step, metrics)
@@ -154,10 +155,10 @@ class StepLoop:
         parts.status.step = step + 1
         metrics.update(self._describe(step, batch, taken))
         watch.lap("step_compute_data_metrics")
-        await parts.recorder.texts(step, [episode.trajectory for episode in batch.consumed])
+        await parts.recorder.texts(step, batch.consumed)
         watch.lap("step_log")
         seconds = watch.total_s
-        tokens = sum(count_tokens(episode.trajectory).total for episode in batch.consumed)
+        tokens = sum(count_tokens(trajectory).total for trajectory in batch.consumed)
         self.totals.tokens += tokens
         metrics["system/tps"] = self._throughput.add(tokens, seconds)
         metrics["time/step_total"] = seconds
@@ -166,17 +167,8 @@ class StepLoop:
         await parts.recorder.scalars(step, metrics)
         parts.status.observer.on_step(step, metrics)
 
-    def _build(self, taken: TakenBatch) -> Batch:
-        algorithm = self._parts.config.algorithm
-        return build_batch(
-            taken.groups,
-            algorithm.advantage,
-            filter_zero_variance=algorithm.filter_zero_variance,
-            comparable=self._parts.guard.comparable(self._version),
-        )
-
     async def _train(self, step: int, batch: Batch) -> Metrics:
-        """Journals the plan, trains, journals the result; returns the learner's metrics, nothing if no sample was left.
+        """Journals the plan, trains, journals the result; returns the metrics, nothing if no sample was left.
 
         A batch without samples costs no training: the version stays, and the step counts.
         """
@@ -185,14 +177,14 @@ class StepLoop:
             step=step,
             base=base,
             digest=samples_digest(batch.samples),
-            trained=[episode.trajectory.trajectory_id for episode in batch.trained],
-            filtered=[episode.trajectory.trajectory_id for episode in batch.filtered],
+            trained=[trajectory.trajectory_id for trajectory in batch.trained],
+            filtered=[trajectory.trajectory_id for trajectory in batch.filtered],
         )
         await parts.ledger.plan_step(plan)
-        metrics: Metrics = {}
+        metrics = finite_metrics(batch.metrics)
         if batch.samples:
-            response = await parts.trainer.train(step, base, batch.samples)
-            metrics = finite_metrics(response.metrics)
+            response = await parts.trainer.train(step, base, batch.samples, batch.kl_coefficient)
+            metrics |= finite_metrics(response.metrics)
             metrics["time/learner_step"] = response.duration.ToNanoseconds() / 1e9
             self._version, self._digest = response.version, response.digest
         await parts.ledger.commit_step(step, base.lineage, self._version.step, metrics)

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from rollwire.coordinator.batch import Batch, Episode
+from rollwire.coordinator.batch import Batch
 from rollwire.coordinator.groups import Tally
 from rollwire.v1 import trajectory_pb2
 
@@ -56,16 +56,14 @@ def count_tokens(trajectory: trajectory_pb2.Trajectory) -> TokenCounts:
 
 
 def batch_metrics(batch: Batch) -> Metrics:
-    """Returns scores, rewards, advantages, tokens and environment metrics of a step's batch."""
-    consumed = [episode.trajectory for episode in batch.consumed]
+    """Returns scores, tokens and environment metrics of a step's batch; `Batch.metrics` has rewards and advantages."""
+    consumed = batch.consumed
     scores = [trajectory.score for trajectory in consumed]
     consumed_tokens = [count_tokens(trajectory) for trajectory in consumed]
-    trained_tokens = [count_tokens(episode.trajectory) for episode in batch.trained]
+    trained_tokens = [count_tokens(trajectory) for trajectory in batch.trained]
     metrics = {
         **_spread("critic/score", scores),
         **_spread("rollout/score", scores),
-        **_spread("critic/rewards", [episode.advantage for episode in batch.trained]),
-        **_advantage_spread(batch.trained, trained_tokens),
         **_token_spreads("tokens", trained_tokens),
         **_token_spreads("rollout", consumed_tokens),
         **environment_metrics(consumed),
@@ -164,17 +162,6 @@ def _spread(prefix: str, values: Sequence[float] | npt.NDArray[np.float64]) -> M
         f"{prefix}/max": float(np.max(values)),
         f"{prefix}/min": float(np.min(values)),
     }
-
-
-def _advantage_spread(episodes: Sequence[Episode], tokens: Sequence[TokenCounts]) -> Metrics:
-    """Mean over response tokens; an episode's advantage is the same at each of its tokens."""
-    weights = np.array([counts.response for counts in tokens], dtype=np.float64)
-    if weights.sum() == 0:
-        return {}
-    values = np.array([episode.advantage for episode in episodes])
-    spread = _spread("critic/advantages", values[weights > 0])
-    spread["critic/advantages/mean"] = float(np.average(values, weights=weights))
-    return spread
 
 
 def _token_spreads(prefix: str, counts: Iterable[TokenCounts]) -> Metrics:

@@ -88,3 +88,10 @@ def _check_learner(config: RunConfig, learner: learner_pb2.LearnerServiceGetInfo
             f"algorithm.policy_loss is {config.algorithm.policy_loss}, but {here} has only "
             f"{', '.join(learner.policy_losses)}"
         )
+    needed = {
+        learner_pb2.SCORED_MODEL_REFERENCE: ("algorithm.kl.coefficient > 0", "reference", config.needs_reference),
+        learner_pb2.SCORED_MODEL_CRITIC: ("algorithm.advantage=gae", "critic", config.needs_critic),
+    }
+    for model, (setting, name, is_needed) in needed.items():
+        if is_needed and model not in learner.models:
+            raise RunError(f"{setting} needs a {name}, which {here} does not have; start it with the same setting")

@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import grpc
 
 from rollwire.client.learner import LearnerClient
 from rollwire.coordinator.budgets import Budgets
 from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.objective import loss_settings
 from rollwire.coordinator.seeds import shuffle_seed
 from rollwire.coordinator.weight_push import LOST_CODES
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.versions import version_text
 from rollwire.serving.config import RunConfig
 from rollwire.v1 import learner_pb2, trajectory_pb2, weights_pb2
-
-AGGREGATIONS: Final = {
-    "token_mean": learner_pb2.LOSS_AGGREGATION_TOKEN_MEAN,
-    "sequence_mean_token_mean": learner_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_MEAN,
-    "sequence_mean_token_sum": learner_pb2.LOSS_AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM,
-}
-
-
-def loss_settings(config: RunConfig) -> learner_pb2.LossSettings:
-    """Returns the objective as the configuration states it."""
-    algorithm = config.algorithm
-    return learner_pb2.LossSettings(
-        policy_loss=algorithm.policy_loss,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        entropy_coefficient=algorithm.entropy_coefficient,
-        aggregation=AGGREGATIONS[algorithm.aggregation],
-        temperature=config.sampling.temperature,
-        recompute_old_logprobs=algorithm.recompute_old_logprobs,
-    )
 
 
 class StepTrainer:
@@ -63,12 +43,17 @@ class StepTrainer:
         self._fence = fence
         self._budgets = budgets
         self._notice = notice
-        self._loss = loss_settings(config)
 
     async def train(
-        self, step: int, base: weights_pb2.WeightVersion, samples: Sequence[learner_pb2.TrainSample]
+        self,
+        step: int,
+        base: weights_pb2.WeightVersion,
+        samples: Sequence[learner_pb2.TrainSample],
+        kl_coefficient: float = 0.0,
     ) -> learner_pb2.TrainResponse:
         """Runs step number `step` on the learner, which must be at version `base`.
+
+        While the critic warms up the policy stays as it is.
 
         Raises:
             RunError: The learner refuses the step, was lost for too long, or was restarted.
@@ -76,9 +61,11 @@ class StepTrainer:
         header = learner_pb2.TrainHeader(
             fence=self._fence,
             base_version=base,
-            loss=self._loss,
+            loss=loss_settings(self._config, kl_coefficient),
             optimizer_steps=self._config.learner.optimizer_steps_per_batch,
             shuffle_seed=shuffle_seed(self._config.run.seed, step),
+            train_critic=self._config.needs_critic,
+            freeze_policy=step < self._config.learner.critic.warmup_steps,
         )
         response = await self._train_until_answered(header, samples)
         wanted = weights_pb2.WeightVersion(lineage=base.lineage, step=base.step + 1)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rollwire.coordinator.batch import build_batch
+from rollwire.coordinator.batch import select_batch
 from rollwire.coordinator.comparable import Comparable
+from rollwire.serving.config.algorithm import AlgorithmSection
 from rollwire.v1 import trajectory_pb2, weights_pb2
 
 SAMPLED, RAW = trajectory_pb2.LOGPROB_MODE_SAMPLED, trajectory_pb2.LOGPROB_MODE_RAW
@@ -62,7 +63,7 @@ def test_a_batch_marks_its_comparable_samples(make_trajectory: Any) -> None:
     group = [make_trajectory("a", episode, float(episode), versions=[episode + 1]) for episode in range(3)]
     for trajectory in group:
         trajectory.sampling.CopyFrom(settings())
-    batch = build_batch([group], "grpo", filter_zero_variance=True, comparable=at(2))
+    batch = select_batch([group], AlgorithmSection(), at(2))
     assert [sample.comparable_logprobs for sample in batch.samples] == [False, True, False]
-    unmarked = build_batch([group], "grpo", filter_zero_variance=True)
+    unmarked = select_batch([group], AlgorithmSection())
     assert not any(sample.comparable_logprobs for sample in unmarked.samples)

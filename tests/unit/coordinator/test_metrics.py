@@ -6,7 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from rollwire.coordinator.batch import build_batch
+from rollwire.coordinator.batch import Batch, select_batch
+from rollwire.coordinator.credit import assign
 from rollwire.coordinator.groups import Tally
 from rollwire.coordinator.metrics import (
     Throughput,
@@ -17,9 +18,17 @@ from rollwire.coordinator.metrics import (
     staleness_metrics,
     validation_metrics,
 )
+from rollwire.serving.config.algorithm import AlgorithmSection
 from rollwire.v1 import trajectory_pb2
 
 Maker = Callable[..., trajectory_pb2.Trajectory]
+
+
+def build_batch(groups: list[list[trajectory_pb2.Trajectory]], advantage: str) -> Batch:
+    algorithm = AlgorithmSection.model_validate({"advantage": advantage})
+    batch = select_batch(groups, algorithm)
+    assign(batch, algorithm)
+    return batch
 
 
 def test_tokens_of_a_trajectory(make_trajectory: Maker) -> None:
@@ -30,7 +39,8 @@ def test_tokens_of_a_trajectory(make_trajectory: Maker) -> None:
 def test_scores_are_over_everything_consumed_and_advantages_over_trained_tokens(make_trajectory: Maker) -> None:
     mixed = [make_trajectory("a", 0, 1.0, turns=[(2, 6)]), make_trajectory("a", 1, 0.0, turns=[(2, 2)])]
     solved = [make_trajectory("b", episode, 1.0, turns=[(2, 4)]) for episode in range(2)]
-    metrics = batch_metrics(build_batch([mixed, solved], "dr_grpo", filter_zero_variance=True))
+    batch = build_batch([mixed, solved], "dr_grpo")
+    metrics = {**batch_metrics(batch), **batch.metrics}
     assert metrics["critic/score/mean"] == metrics["rollout/score/mean"] == 0.75
     assert (metrics["critic/score/min"], metrics["critic/score/max"]) == (0.0, 1.0)
     assert metrics["scheduler/group_filter_count"] == 1
@@ -48,7 +58,7 @@ def test_environment_metrics_are_means_per_tag_over_episodes_that_have_them(make
         make_trajectory("a", 1, 0.0, metrics={"success": 0}),
     ]
     other = [make_trajectory("b", 0, 2.0, tag="Sokoban", metrics={"num_actions": 9.0}), make_trajectory("b", 1, 0.0)]
-    metrics = batch_metrics(build_batch([group, other], "grpo", filter_zero_variance=True))
+    metrics = batch_metrics(build_batch([group, other], "grpo"))
     assert metrics["env/FrozenLake/success"] == 0.5
     assert metrics["env/FrozenLake/action_is_valid"] == 0.5
     assert metrics["env/Sokoban/num_actions"] == 9
@@ -56,7 +66,7 @@ def test_environment_metrics_are_means_per_tag_over_episodes_that_have_them(make
 
 
 def test_an_empty_training_batch_still_reports_scores(make_trajectory: Maker) -> None:
-    metrics = batch_metrics(build_batch([[make_trajectory("a", 0, 1.0)] * 2], "grpo", filter_zero_variance=True))
+    metrics = batch_metrics(build_batch([[make_trajectory("a", 0, 1.0)] * 2], "grpo"))
     assert metrics["critic/score/mean"] == 1.0
     assert "critic/advantages/mean" not in metrics and "tokens/response_length/mean" not in metrics
 
