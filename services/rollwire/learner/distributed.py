@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar, cast
 
 import grpc
 import torch
 from torch import distributed
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rollwire.learner import codec
@@ -111,7 +112,9 @@ class Ranks:
             return [value]
         data = codec.encode(value)
         lengths = torch.empty(self.size, dtype=torch.int64)
-        distributed.all_gather(list(lengths.split(1)), torch.tensor([len(data)]), group=self._messages)
+        distributed.all_gather(
+            [lengths[rank : rank + 1] for rank in range(self.size)], torch.tensor([len(data)]), group=self._messages
+        )
         padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
         padded[: len(data)] = _as_tensor(data)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
@@ -163,7 +166,7 @@ def on_all_ranks(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concate
             return method(self, *arguments, **named)
 
     run.__dict__[_MARK] = True
-    return run
+    return cast("Callable[Concatenate[Any, _P], _T]", run)
 
 
 def follow(target: Any) -> NoReturn:
@@ -218,9 +221,10 @@ def connect(seat: Seat, settings: LearnerSection, device: torch.device, watch: R
     if seat.host in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
+        store = PrefixStore("group", seat.open_store()) if seat.size > 1 else HashStore()
         distributed.init_process_group(
             collective_backends(device),
-            store=distributed.PrefixStore("group", seat.open_store()) if seat.size > 1 else distributed.HashStore(),
+            store=store,
             rank=seat.rank,
             world_size=seat.size,
         )

@@ -8,8 +8,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rollwire.learner.distributed import Ranks
+from rollwire.learner.gradients import LossScale
 from rollwire.learner.logprobs import Head, TokenScores, score_hidden, score_logits
 from rollwire.learner.samples import PaddedBatch
+from rollwire.learner.sharding import COMPUTE_TYPES, Sharding, spread
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.config.models import RunConfig
 from rollwire.serving.logs import get_logger
@@ -21,28 +24,44 @@ _PROBE_TOKENS: Final = 12
 _SHOWN_CAUSE: Final = 300
 _SAME_COMPUTATION: Final = 1e-4
 # Sequences of another length take other kernels; relative to the largest logit.
-_OTHER_LENGTH: Final = {"float32": 1e-3, "bfloat16": 0.1}
+_OTHER_LENGTH: Final = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 
 
 class Policy:
     """A causal language model of transformers that is trained.
 
-    With `precision` bfloat16 the forward pass runs under autocast: matrix products in bfloat16; normalisation, softmax,
-    the residual stream, parameters and gradients in float32. Dropout is off, for the policy that is trained must be the
-    policy that played.
+    With `precision` bfloat16 or float16 the forward pass runs under autocast: matrix products in that type;
+    normalisation, softmax, the residual stream, parameters and gradients in float32. Dropout is off, for the policy
+    that is trained must be the policy that played.
 
     Attributes:
-        model: The model; parameters are the float32 master weights.
-        device: Where it is.
+        model: The model; parameters are the float32 master weights, or this rank's shards of them.
+        device: Where it computes.
         vocabulary_size: Valid token ids are 0 to this minus 1.
+        ranks: The processes that compute together.
+        sharding: How the model is spread over them.
+        loss_scale: What `backward` multiplies the loss by.
     """
 
-    def __init__(self, model: Any, device: torch.device, precision: str) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        precision: str,
+        ranks: Ranks | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
         self.model = model
         self.device = device
-        self._autocast = precision == "bfloat16"
+        self.ranks = ranks or Ranks()
+        self.sharding = sharding or Sharding()
+        self.loss_scale = LossScale(precision)
+        self._compute_type = COMPUTE_TYPES[precision]
         with torch.no_grad(), self._precision():
-            self.vocabulary_size, self._head = _examine(model, device, _OTHER_LENGTH[precision])
+            self.vocabulary_size, self._head = self.sharding.run(
+                lambda: _examine(model, device, _OTHER_LENGTH[precision])
+            )
+        self.sharding.reshard()
 
     @property
     def head_is_separable(self) -> bool:
@@ -68,36 +87,52 @@ class Policy:
             temperature: Divisor of the logits, > 0.
             entropy_gradient: Whether the entropies carry a gradient.
         """
+
+        def compute() -> tuple[Tensor, Tensor]:
+            scores = self._scores(batch, temperature, entropy_gradient)
+            return scores.logprobs.clone(), scores.entropies.clone()  # what is gathered for them may watch no views
+
         with self._precision():
-            if self._head is None:
-                logits: Tensor = self.model(input_ids=batch.input_ids, use_cache=False).logits
-                wanted = logits.flatten(0, 1).index_select(0, batch.sources)
-                return score_logits(wanted, batch.targets, temperature, entropy_gradient=entropy_gradient)
-            hidden: Tensor = self.model.base_model(input_ids=batch.input_ids, use_cache=False)[0]
-            return score_hidden(
-                self._head,
-                hidden.flatten(0, 1).index_select(0, batch.sources),
-                batch.targets,
-                temperature,
-                vocabulary=self.vocabulary_size,
-                entropy_gradient=entropy_gradient,
-            )
+            return TokenScores(*self.sharding.run(compute))
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of a loss to the accumulated ones."""
+        (loss * self.loss_scale.value if self.loss_scale.dynamic else loss).backward()  # type: ignore[no-untyped-call]
+
+    def _scores(self, batch: PaddedBatch, temperature: float, entropy_gradient: bool) -> TokenScores:
+        if self._head is None:
+            logits: Tensor = self.model(input_ids=batch.input_ids, use_cache=False).logits
+            wanted = logits.flatten(0, 1).index_select(0, batch.sources)
+            return score_logits(wanted, batch.targets, temperature, entropy_gradient=entropy_gradient)
+        hidden: Tensor = self.model.base_model(input_ids=batch.input_ids, use_cache=False)[0]
+        return score_hidden(
+            self._head,
+            hidden.flatten(0, 1).index_select(0, batch.sources),
+            batch.targets,
+            temperature,
+            vocabulary=self.vocabulary_size,
+            entropy_gradient=entropy_gradient,
+        )
 
     def _precision(self) -> AbstractContextManager[Any]:
-        if self._autocast:
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return nullcontext()
+        if self._compute_type is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._compute_type)
 
 
-def load_policy(config: RunConfig, accelerator: Accelerator) -> Policy:
-    """Loads the policy and checks that it can be trained.
+def load_policy(config: RunConfig, accelerator: Accelerator, ranks: Ranks | None = None) -> Policy:
+    """Loads the policy, spreads it over the ranks, and checks that it can be trained.
 
     Raises:
-        ServeError: The model is missing, broken, not causal, or does not give finite logits.
+        ServeError: The model is missing, broken, not causal, cannot be split, or does not give finite logits.
     """
-    model = load_model(config.model, torch.float32, accelerator.device, accelerator.attention)
+    ranks = ranks or Ranks()
+    # Where parameters are sharded, layer after layer goes from the host to the device and only its shard stays there.
+    first_place = accelerator.device if ranks.meshes is None else torch.device("cpu")
+    model = load_model(config.model, torch.float32, first_place, accelerator.attention)
+    sharding = spread(model, config.learner, ranks)
     try:
-        policy = Policy(model, accelerator.device, config.learner.precision)
+        policy = Policy(model, accelerator.device, config.learner.precision, ranks, sharding)
     except (RuntimeError, ValueError, ImportError, IndexError) as error:  # what torch raises for what it cannot run
         cause = " ".join(str(error).split())[:_SHOWN_CAUSE]
         raise ServeError(
@@ -112,6 +147,7 @@ def load_policy(config: RunConfig, accelerator: Accelerator) -> Policy:
         precision=config.learner.precision,
         attention=model.config._attn_implementation,
         logits="wanted positions" if policy.head_is_separable else "all positions",
+        ranks=ranks.size,
     )
     return policy
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from rollwire.learner.gradients import Gradients
 from rollwire.learner.schedule import learning_rate
 from rollwire.serving.config.sections import OptimizerSection
 
@@ -35,7 +37,15 @@ class PolicyOptimizer:
         applied: Optimizer steps that changed the weights.
     """
 
-    def __init__(self, model: Any, settings: OptimizerSection, total_steps: int, *, fused: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        settings: OptimizerSection,
+        total_steps: int,
+        *,
+        fused: bool,
+        gradients: Gradients | None = None,
+    ) -> None:
         """Creates the optimizer.
 
         Args:
@@ -43,12 +53,14 @@ class PolicyOptimizer:
             settings: AdamW and schedule.
             total_steps: Optimizer steps of the whole run, for the schedule.
             fused: Use torch's fused kernel.
+            gradients: Those of the model's trainable parameters; needed when they are spread over ranks or scaled.
         """
         self.attempted = 0
         self.applied = 0
         self._settings = settings
         self._total_steps = total_steps
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._gradients = gradients or Gradients(self._parameters)
         self._adamw = torch.optim.AdamW(
             decay_groups(self._parameters, settings.weight_decay),
             lr=settings.learning_rate,
@@ -60,18 +72,18 @@ class PolicyOptimizer:
     def step(self) -> StepOutcome:
         """Clips the gradients, steps unless their norm is not finite, and frees them."""
         rate = learning_rate(self.attempted, self._total_steps, self._settings)
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        applied = math.isfinite(norm.item())
+        norm = self._gradients.norm()
+        applied = math.isfinite(norm)
         if applied:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._settings.max_grad_norm, norm)
+            self._gradients.clip(norm, self._settings.max_grad_norm)
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()
+        self._gradients.scale.update(applied)
         self.discard_gradients()
         self.attempted += 1
         self.applied += applied
-        return StepOutcome(applied, norm.item(), rate)
+        return StepOutcome(applied, norm, rate)
 
     def discard_gradients(self) -> None:
         """Frees the accumulated gradients."""
@@ -79,8 +91,14 @@ class PolicyOptimizer:
 
 
 def decay_groups(parameters: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns AdamW's groups: matrices decay; biases and norms, which have fewer than two dimensions, do not."""
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    """Returns AdamW's groups: matrices decay; biases and norms, which have fewer than two dimensions, do not.
+
+    Parameters that are spread over different sets of ranks are in different groups, for one kernel takes no mixture.
+    """
+    groups: dict[tuple[bool, object], dict[str, Any]] = {}
+    for parameter in sorted(parameters, key=lambda parameter: parameter.dim() < 2):
+        vector = parameter.dim() < 2
+        spread = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        group = groups.setdefault((vector, spread), {"params": [], "weight_decay": 0.0 if vector else weight_decay})
+        group["params"].append(parameter)
+    return list(groups.values())

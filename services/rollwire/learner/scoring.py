@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from rollwire.learner.batching import Budget
+from rollwire.learner.distributed import Ranks
 from rollwire.learner.model import Policy
 from rollwire.learner.samples import ScoredSequence, pad
+from rollwire.learner.shares import passes
 
 PerToken = NDArray[np.float32]
 """One value per position of a sequence."""
@@ -23,11 +26,12 @@ def score(
     results = [
         (np.zeros(len(item.token_ids), np.float32), np.zeros(len(item.token_ids), np.float32)) for item in sequences
     ]
+    own: list[int] = []
     wanted = [index for index, item in enumerate(sequences) if item.targets]
     with torch.no_grad():
-        for rows in budget.divide([sequences[index].input_tokens for index in wanted]):
+        for part in passes([sequences[index].input_tokens for index in wanted], budget, policy.ranks):
             budget.before_pass()
-            chosen = [wanted[row] for row in rows]
+            chosen = [wanted[row] for row in part.rows]
             scores = policy.token_scores(pad([sequences[index] for index in chosen], policy.device), temperature)
             ends = np.cumsum([sequences[index].targets for index in chosen])[:-1]
             parts = zip(
@@ -39,4 +43,16 @@ def score(
             for index, logprobs, entropies in parts:
                 results[index][0][sequences[index].loss_mask] = logprobs
                 results[index][1][sequences[index].loss_mask] = entropies
+            own += chosen if part.counts else []
+    policy.sharding.reshard()
+    return _merged(policy.ranks, results, own)
+
+
+def _merged(ranks: Ranks, results: list[tuple[PerToken, PerToken]], own: list[int]) -> list[tuple[PerToken, PerToken]]:
+    """Returns the results of all ranks, of which `own` are this one's."""
+    if ranks.data_size == 1:
+        return results
+    shares = ranks.gather_data([[index, *results[index]] for index in own])
+    for index, logprobs, entropies in itertools.chain.from_iterable(shares):
+        results[index] = (logprobs, entropies)
     return results

@@ -47,10 +47,10 @@ class Seat:
         """
         from datetime import timedelta
 
-        from torch import distributed
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         try:
-            store = distributed.TCPStore(
+            store = TCPStore(
                 self.host,
                 self.port,
                 is_master=self.rank == 0 and not self.store_exists,
@@ -63,7 +63,7 @@ class Seat:
                 f"rank {self.rank} of the learner does not reach the store at {self.host}:{self.port} "
                 f"({str(error).splitlines()[0][:200]}); check MASTER_ADDR and MASTER_PORT"
             ) from error
-        return distributed.PrefixStore(f"rollwire/{self.attempt}", store)
+        return PrefixStore(f"rollwire/{self.attempt}", store)
 
 
 def find_seat(variables: Mapping[str, str] = os.environ) -> Seat | None:

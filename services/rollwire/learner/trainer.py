@@ -10,6 +10,7 @@ from typing import Final
 
 from rollwire.learner.batching import Budget
 from rollwire.learner.distributed import InterruptedWorkError, Ranks, on_all_ranks
+from rollwire.learner.gradients import Gradients
 from rollwire.learner.metrics import finite
 from rollwire.learner.model import Policy, load_policy
 from rollwire.learner.optimizer import PolicyOptimizer
@@ -57,9 +58,9 @@ class Trainer:
             nothing is published any more: after an error in between the weights are those of no version.
     """
 
-    def __init__(self, policy: Policy, config: RunConfig, *, fused: bool, ranks: Ranks | None = None) -> None:
+    def __init__(self, policy: Policy, config: RunConfig, *, fused: bool) -> None:
         self.policy = policy
-        self.ranks = ranks or Ranks()
+        self.ranks = policy.ranks
         self.version = weights_pb2.WeightVersion()
         self.publisher = WeightPublisher()
         self.changed = False
@@ -71,6 +72,12 @@ class Trainer:
             config.learner.optimizer,
             config.run.max_steps * config.learner.optimizer_steps_per_batch,
             fused=fused,
+            gradients=Gradients(
+                (parameter for parameter in policy.model.parameters() if parameter.requires_grad),
+                self.ranks,
+                policy.loss_scale,
+                policy.sharding.summed,
+            ),
         )
         on_cpu = policy.device.type == "cpu"
         self._budget = Budget(
@@ -85,8 +92,14 @@ class Trainer:
 
     @on_all_ranks
     def publish(self, version: weights_pb2.WeightVersion) -> weights_pb2.WeightManifest:
-        """Names the present weights `version` and copies them; readers get them from now on."""
-        manifest = self.publisher.publish(version, published(self.policy.model, self._dtype))
+        """Names the present weights `version` and copies them, on rank 0; readers get them from now on."""
+        tensors = published(self.policy.model, self._dtype)
+        if self.ranks.rank == 0:
+            manifest = self.publisher.publish(version, tensors)
+        else:
+            manifest = weights_pb2.WeightManifest(version=version)
+            for _ in tensors:  # this rank's shards go to rank 0
+                continue
         self.version = version
         return manifest
 
@@ -129,10 +142,10 @@ class Trainer:
             raise InterruptedWorkError("the learner is shutting down")
 
 
-def load_trainer(config: RunConfig, accelerator: Accelerator) -> Trainer:
-    """Loads the policy and prepares its optimizer.
+def load_trainer(config: RunConfig, accelerator: Accelerator, ranks: Ranks | None = None) -> Trainer:
+    """Loads the policy, spreads it over the ranks and prepares its optimizer.
 
     Raises:
         ServeError: The model cannot be trained or published.
     """
-    return Trainer(load_policy(config, accelerator), config, fused=accelerator.fused_optimizer)
+    return Trainer(load_policy(config, accelerator, ranks), config, fused=accelerator.fused_optimizer)
