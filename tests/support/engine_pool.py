@@ -58,7 +58,7 @@ class EnginePool:
                     "max_new_tokens_per_turn": 16,
                     "max_concurrent_sequences": kit.SEQUENCES,
                     # Several engines share an accelerator here.
-                    "vllm": {"gpu_memory_utilization": 0.1},
+                    "vllm": {"gpu_memory_utilization": 0.1, "sleep_mode": True},
                 },
             }
         )
