@@ -90,6 +90,7 @@ async def _run(pipe: Connection, config: RunConfig) -> None:
     try:
         await answer_commands(pipe, {"start": start, "replay": answer})
     finally:
+        gc.unfreeze()
         for engine in engines:
             await engine.close()
 

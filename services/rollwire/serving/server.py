@@ -12,8 +12,8 @@ import gc
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -165,15 +165,27 @@ async def serve_forever(service: Service, binding: Binding) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     async with serving(service, binding) as server:
-        # What was loaded lives as long as the process. Searching torch's and transformers' objects for garbage again and
-        # again would stop everything for tenths of a second at a time.
-        gc.collect()
-        gc.freeze()
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
+        with _without_garbage_search():
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait((stopping, server.failure), return_when=asyncio.FIRST_COMPLETED)
         if server.failure.done():
             stopping.cancel()
             raise ServeError(server.failure.result())
+
+
+@contextmanager
+def _without_garbage_search() -> Iterator[None]:
+    """Leaves what exists out of the search for garbage while the context is open.
+
+    What a server has loaded lives as long as the process. Searching all objects of torch and transformers again and
+    again would stop everything for tenths of a second at a time.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _check_binding(binding: Binding) -> None:
