@@ -37,6 +37,11 @@ def fail(text: str, status: int) -> None:
         text: What is wrong. Indented lines, such as the end of a log, belong to the line above them.
         status: Exit status.
     """
+    show(text)
+    raise SystemExit(status)
+
+
+def show(text: str) -> None:
+    """Prints a problem as `fail` does."""
     for line in text.splitlines():
         print(line if line.startswith(" ") else f"{ERROR_PREFIX}{line}", file=sys.stderr)
-    raise SystemExit(status)

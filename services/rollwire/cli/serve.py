@@ -54,21 +54,22 @@ def serve(kind: Kind, arguments: Sequence[str] | None, options: ServeOptions) ->
         ready_file=options.ready_file,
         debug_services=options.debug_services,
     )
-    asyncio.run(serve_forever(_make_service(kind, config), binding))
+    if kind == "learner":
+        from rollwire.cli.serve_learner import serve_learner
+
+        serve_learner(config, binding, arguments or (), options.log_level)
+    else:
+        asyncio.run(serve_forever(_make_service(kind, config), binding))
 
 
-def _make_service(kind: Kind, config: RunConfig) -> Service:
+def _make_service(kind: Literal["environment", "rollout"], config: RunConfig) -> Service:
     if kind == "environment":
         from rollwire.environment.service import EnvironmentServer
 
         return EnvironmentServer(config)
-    if kind == "rollout":
-        from rollwire.rollout.service import RolloutServer
+    from rollwire.rollout.service import RolloutServer
 
-        return RolloutServer(config)
-    from rollwire.learner.service import LearnerServer
-
-    return LearnerServer(config)
+    return RolloutServer(config)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -66,7 +66,7 @@ class RankWatch:
     def __init__(
         self,
         seat: Seat,
-        on_failure: Callable[[RankFailure], None],
+        on_failure: Callable[[RankFailure], object],
         ended_processes: Callable[[], list[RankFailure]] = list,
     ) -> None:
         self._seat = seat

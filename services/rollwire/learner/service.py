@@ -6,28 +6,29 @@ All torch work runs in one thread of its own, so that health checks and weight r
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import grpc
 import grpc.aio
 
+from rollwire.learner.distributed import connect, rank_failed
 from rollwire.learner.export import Exporter
 from rollwire.learner.loss_requests import parse_temperature
 from rollwire.learner.policy_losses import POLICY_LOSSES
+from rollwire.learner.rank_watch import RankFailure, RankWatch
 from rollwire.learner.requests import SequenceLimits, parse_sequences
+from rollwire.learner.seats import Seat
+from rollwire.learner.torch_thread import TorchThread
 from rollwire.learner.trainer import Trainer, load_trainer
 from rollwire.learner.training import Training
 from rollwire.rpc.errors import Reason, RollwireError, invalid_field
 from rollwire.rpc.ids import is_name, new_id
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
 from rollwire.rpc.versions import build_version
-from rollwire.serving.accelerator import prepare
+from rollwire.serving.accelerator import prepare_for
 from rollwire.serving.config.models import RunConfig
 from rollwire.serving.fencing import Fencing
 from rollwire.serving.model_files import find_tokenizer, load_tokenizer, tokenizer_hash
@@ -37,8 +38,6 @@ from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import learner_pb2, learner_pb2_grpc, weights_pb2
 
 _LOADING_RETRY_S = 1.0
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,30 @@ class _Loaded:
 
 
 class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
-    """The learner as a `serving.server.Service`."""
+    """The learner as a `serving.server.Service`.
+
+    Args:
+        config: The run.
+        seat: This process among the ranks, which is rank 0; by default it is the only one.
+        ended_ranks: Returns the ranks whose processes this one started and that have ended.
+    """
 
     full_name = "rollwire.v1.LearnerService"
     message_bytes = INTERNAL_MESSAGE_BYTES
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        seat: Seat | None = None,
+        ended_ranks: Callable[[], list[RankFailure]] = list,
+    ) -> None:
         self._config = config
+        self._seat = seat or Seat()
+        self._ended_ranks = ended_ranks
+        self._watch: RankWatch | None = None
+        self._readiness: Readiness | None = None
         self._fencing = Fencing()
-        self._torch_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch")
+        self._torch_thread = TorchThread(self._end)
         self._loaded: _Loaded | None = None
         self._weights = WeightsServicer(lambda: self._ready().trainer.publisher)
 
@@ -71,19 +85,36 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         self._weights.register(server)
 
     async def start(self, readiness: Readiness) -> None:
-        """Loads the model and publishes version 0 of a new lineage.
+        """Meets the other ranks, loads the model and publishes version 0 of a new lineage.
 
         Raises:
-            ServeError: The model is missing, broken or cannot be trained.
+            ServeError: The model is missing, broken or cannot be trained, or the ranks do not come together.
+            RollwireError: INTERNAL / `RANK_FAILED`.
         """
-        self._loaded = await self._in_torch_thread(self._load)
+        self._readiness = readiness
+        if self._seat.size > 1:
+            loop = asyncio.get_running_loop()
+            self._watch = RankWatch(
+                self._seat,
+                lambda failure: loop.call_soon_threadsafe(self._torch_thread.fail, rank_failed(failure)),
+                self._ended_ranks,
+            )
+            self._watch.start()
+        self._loaded = await self._torch_thread.run(self._load)
         await readiness.set(True)
 
     async def close(self) -> None:
         """Abandons a step in progress and frees the torch thread."""
         if self._loaded is not None:
             await self._loaded.training.close()
-        await asyncio.to_thread(self._torch_thread.shutdown, cancel_futures=True)
+        if self._watch is not None and not self.rank_failed:
+            self._watch.conclude()
+        await self._torch_thread.close()
+
+    @property
+    def rank_failed(self) -> bool:
+        """True once a rank has failed: nothing may wait for the torch thread any more."""
+        return self._torch_thread.failed
 
     async def GetInfo(
         self, request: learner_pb2.LearnerServiceGetInfoRequest, context: grpc.aio.ServicerContext
@@ -119,7 +150,7 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         """Scores each piece under the weights that are present when its turn comes."""
         loaded = self._ready()
         async for request in request_iterator:
-            yield await self._in_torch_thread(self._score, loaded, request)
+            yield await self._torch_thread.run(self._score, loaded, request)
 
     async def Export(
         self, request: learner_pb2.ExportRequest, context: grpc.aio.ServicerContext
@@ -129,7 +160,7 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         if not is_name(request.name):
             raise invalid_field("name", request.name, "[a-z0-9][a-z0-9_.-]{0,62} without '..'")
         self._fencing.admit(request.fence)
-        return await self._in_torch_thread(loaded.exporter.export, loaded.trainer.publisher, request.name)
+        return await self._torch_thread.run(loaded.exporter.export, loaded.trainer.publisher, request.name)
 
     def _ready(self) -> _Loaded:
         if self._loaded is None:
@@ -141,19 +172,18 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
             )
         return self._loaded
 
-    async def _in_torch_thread(self, function: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T:
-        call = functools.partial(function, *arguments, **named)
-        return await asyncio.get_running_loop().run_in_executor(self._torch_thread, call)
+    def _end(self, error: RollwireError) -> None:
+        """Ends all ranks and the server because a rank has failed."""
+        if self._watch is not None:
+            self._watch.conclude(RankFailure(int(error.metadata["rank"]), error.message))
+        if self._readiness is not None:
+            self._ending = asyncio.create_task(self._readiness.fail(error.message))
 
     def _load(self) -> _Loaded:
         config = self._config
-        accelerator = prepare(
-            device=config.device,
-            attention=config.model.attention,
-            torch_threads=config.learner.torch_threads,
-            deterministic=config.run.deterministic,
-        )
-        trainer = load_trainer(config, accelerator)
+        accelerator = prepare_for(config, torch_threads=config.learner.torch_threads)
+        ranks = connect(self._seat, config.learner, accelerator.device, self._watch)
+        trainer = load_trainer(config, accelerator, ranks)
         tokenizer = load_tokenizer(config.model) if config.model.chat_template else find_tokenizer(config.model)
         first = trainer.publish(weights_pb2.WeightVersion(lineage=new_id("lineage"), step=0))
         longest = min(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from concurrent.futures import Executor
 
 import grpc
 
 from rollwire.learner.distributed import InterruptedWorkError
 from rollwire.learner.requests import SequenceLimits, needed_fields, parse_header, parse_samples
 from rollwire.learner.step import StepSettings
+from rollwire.learner.torch_thread import TorchThread
 from rollwire.learner.trainer import Trainer
 from rollwire.learner.training_calls import BatchUpload, Claim, TrainingCalls
 from rollwire.rpc.digests import samples_digest
@@ -38,7 +38,7 @@ class Training:
         first: weights_pb2.WeightManifest,
         limits: SequenceLimits,
         fencing: Fencing,
-        torch_thread: Executor,
+        torch_thread: TorchThread,
     ) -> None:
         self.manifest = first
         self.calls = TrainingCalls(first.version)
@@ -96,19 +96,18 @@ class Training:
     async def _run(
         self, claim: Claim, settings: StepSettings, upload: BatchUpload, digest: bytes
     ) -> learner_pb2.TrainResponse:
-        loop = asyncio.get_running_loop()
         base = self.calls.version
         version = weights_pb2.WeightVersion(lineage=base.lineage, step=base.step + 1)
         try:
             samples = await asyncio.to_thread(parse_samples, upload.samples, self._limits, needed_fields(settings))
-            done = await loop.run_in_executor(self._torch_thread, self._trainer.train, samples, settings, version)
+            done = await self._torch_thread.run(self._trainer.train, samples, settings, version)
         except InterruptedWorkError as error:
             self.calls.release(claim)
             raise RollwireError(
                 grpc.StatusCode.UNAVAILABLE, Reason.DRAINING, f"{error}; the step was abandoned"
             ) from error
         except BaseException:
-            if self._trainer.changed:
+            if self._trainer.changed and not self._torch_thread.failed:
                 await self._start_lineage()
             self.calls.release(claim)
             raise
@@ -128,8 +127,7 @@ class Training:
     async def _start_lineage(self) -> None:
         """Publishes weights that a failed step left between two versions as the first of another lineage."""
         version = weights_pb2.WeightVersion(lineage=new_id("lineage"), step=0)
-        loop = asyncio.get_running_loop()
-        self.manifest = await loop.run_in_executor(self._torch_thread, self._trainer.publish, version)
+        self.manifest = await self._torch_thread.run(self._trainer.publish, version)
         self._trainer.changed = False
         self.calls.restart(version)
         _log.error("a step failed half way; the learner began another lineage", version=version_text(version))

@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from rollwire.serving.config.models import RunConfig
 from rollwire.serving.logs import get_logger
 from rollwire.serving.server import ServeError
 
@@ -148,6 +149,16 @@ def _prepare_npu(device: torch.device) -> dict[str, str]:
     for name, value in NPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     return {name.lower(): os.environ[name] for name in NPU_ENVIRONMENT}
+
+
+def prepare_for(config: RunConfig, *, torch_threads: int) -> Accelerator:
+    """Applies the settings of a run, see `prepare`."""
+    return prepare(
+        device=config.device,
+        attention=config.model.attention,
+        torch_threads=torch_threads,
+        deterministic=config.run.deterministic,
+    )
 
 
 def _device_name(device: torch.device) -> str:
