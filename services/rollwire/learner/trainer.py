@@ -9,18 +9,22 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollwire.learner.batching import Budget
+from rollwire.learner.critic import Critic, load_critic
+from rollwire.learner.critic_step import train_critic
 from rollwire.learner.distributed import InterruptedWorkError, Ranks, on_all_ranks
 from rollwire.learner.gradients import Gradients
 from rollwire.learner.metrics import finite
 from rollwire.learner.model import Policy, load_policy
 from rollwire.learner.optimizer import PolicyOptimizer
 from rollwire.learner.publish import published
+from rollwire.learner.reference import Reference, load_reference
 from rollwire.learner.samples import Sample, ScoredSequence
-from rollwire.learner.scoring import PerToken, score
+from rollwire.learner.scoring import PerToken, predict, score
 from rollwire.learner.step import StepSettings, train_step
 from rollwire.rpc.weight_publisher import WeightPublisher
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.config.models import RunConfig
+from rollwire.serving.config.sections import OptimizerSection
 from rollwire.serving.model_tensors import SERVING_TYPES, layouts
 from rollwire.v1 import weights_pb2
 
@@ -51,6 +55,8 @@ class Trainer:
 
     Attributes:
         policy: The model.
+        critic: Predicts returns; None where the configuration needs none.
+        reference: Policy that is never trained; None where the configuration needs none.
         ranks: The processes that train together.
         version: The version that the weights are.
         publisher: Holds that version for readers; may be read from any thread.
@@ -58,8 +64,18 @@ class Trainer:
             nothing is published any more: after an error in between the weights are those of no version.
     """
 
-    def __init__(self, policy: Policy, config: RunConfig, *, fused: bool) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: RunConfig,
+        *,
+        fused: bool,
+        critic: Critic | None = None,
+        reference: Reference | None = None,
+    ) -> None:
         self.policy = policy
+        self.critic = critic
+        self.reference = reference
         self.ranks = policy.ranks
         self.version = weights_pb2.WeightVersion()
         self.publisher = WeightPublisher()
@@ -67,17 +83,11 @@ class Trainer:
         self._stop = threading.Event()
         self._dtype = SERVING_TYPES[config.model.dtype]
         layouts(policy.model, self._dtype)  # refuses a model that cannot be published
-        self._optimizer = PolicyOptimizer(
-            policy.model,
-            config.learner.optimizer,
-            config.run.max_steps * config.learner.optimizer_steps_per_batch,
-            fused=fused,
-            gradients=Gradients(
-                (parameter for parameter in policy.model.parameters() if parameter.requires_grad),
-                self.ranks,
-                policy.loss_scale,
-                policy.sharding.summed,
-            ),
+        steps = config.run.max_steps * config.learner.optimizer_steps_per_batch
+        frozen = config.learner.critic.warmup_steps * config.learner.optimizer_steps_per_batch
+        self._optimizer = _optimizer(policy, config.learner.optimizer, steps - frozen, fused)
+        self._critic_optimizer = (
+            _optimizer(critic, config.learner.critic.optimizer, steps, fused) if critic is not None else None
         )
         on_cpu = policy.device.type == "cpu"
         self._budget = Budget(
@@ -113,14 +123,17 @@ class Trainer:
             InterruptedWorkError: `interrupt` was called.
         """
         started = time.perf_counter()
-        applied_before = self._optimizer.applied
+        optimizers = [item for item in (self._optimizer, self._critic_optimizer) if item is not None]
+        applied_before = [optimizer.applied for optimizer in optimizers]
         try:
-            metrics = train_step(self.policy, self._optimizer, samples, settings, self._budget)
+            metrics = self._train_models(samples, settings)
             trained = time.perf_counter()
             manifest = self.publish(version)
         except BaseException:
-            self._optimizer.discard_gradients()
-            self.changed = self._optimizer.applied > applied_before or self.publisher.manifest is None
+            for optimizer in optimizers:
+                optimizer.discard_gradients()
+            stepped = applied_before != [optimizer.applied for optimizer in optimizers]
+            self.changed = stepped or self.publisher.manifest is None
             raise
         ended = time.perf_counter()
         tokens = sum(len(sample.token_ids) for sample in samples)
@@ -133,9 +146,34 @@ class Trainer:
         return TrainedStep(manifest, finite(metrics), ended - started)
 
     @on_all_ranks
-    def score(self, sequences: Sequence[ScoredSequence], temperature: float) -> list[tuple[PerToken, PerToken]]:
+    def score(self, sequences: Sequence[ScoredSequence], temperature: float) -> list[tuple[PerToken, ...]]:
         """Returns log-probabilities and entropies of each sequence under the present weights, see `scoring.score`."""
         return score(self.policy, sequences, temperature, self._budget)
+
+    @on_all_ranks
+    def score_reference(self, sequences: Sequence[ScoredSequence], temperature: float) -> list[tuple[PerToken, ...]]:
+        """Returns log-probabilities and entropies of each sequence under the reference, which there must be."""
+        assert self.reference is not None, "asked for a reference that there is not"
+        with self.reference.ready() as policy:
+            return score(policy, sequences, temperature, self._budget)
+
+    @on_all_ranks
+    def predict(self, sequences: Sequence[ScoredSequence]) -> list[tuple[PerToken, ...]]:
+        """Returns the values that the critic, which there must be, predicts for each sequence."""
+        assert self.critic is not None, "asked for a critic that there is not"
+        return predict(self.critic, sequences, self._budget)
+
+    def _train_models(self, samples: Sequence[Sample], settings: StepSettings) -> dict[str, float]:
+        """Trains policy and critic, whichever the settings say; returns their metrics."""
+        metrics: dict[str, float] = {}
+        if not settings.freeze_policy:
+            metrics |= train_step(self.policy, self._optimizer, samples, settings, self._budget)
+        if settings.train_critic:
+            assert self.critic is not None and self._critic_optimizer is not None, "a request for it is refused"
+            began = time.perf_counter()
+            metrics |= train_critic(self.critic, self._critic_optimizer, samples, settings, self._budget)
+            metrics["time/critic/train_step/total"] = time.perf_counter() - began
+        return metrics
 
     def _check_stop(self) -> None:
         if self._stop.is_set():
@@ -143,9 +181,25 @@ class Trainer:
 
 
 def load_trainer(config: RunConfig, accelerator: Accelerator, ranks: Ranks | None = None) -> Trainer:
-    """Loads the policy, spreads it over the ranks and prepares its optimizer.
+    """Loads the models, spreads them over the ranks and prepares their optimizers.
 
     Raises:
-        ServeError: The model cannot be trained or published.
+        ServeError: A model cannot be trained or published.
     """
-    return Trainer(load_policy(config, accelerator, ranks), config, fused=accelerator.fused_optimizer)
+    return Trainer(
+        load_policy(config, accelerator, ranks),
+        config,
+        fused=accelerator.fused_optimizer,
+        critic=load_critic(config, accelerator, ranks),
+        reference=load_reference(config, accelerator, ranks),
+    )
+
+
+def _optimizer(network: Policy | Critic, settings: OptimizerSection, total_steps: int, fused: bool) -> PolicyOptimizer:
+    gradients = Gradients(
+        (parameter for parameter in network.model.parameters() if parameter.requires_grad),
+        network.ranks,
+        network.loss_scale,
+        network.sharding.summed,
+    )
+    return PolicyOptimizer(network.model, settings, total_steps, fused=fused, gradients=gradients)
