@@ -136,6 +136,7 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
             resident_bytes=_resident_bytes(),
             tokenizer_hash=loaded.tokenizer_hash,
             policy_losses=list(POLICY_LOSSES),
+            models=_models(loaded.trainer),
         )
 
     async def Train(
@@ -204,12 +205,36 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         )
 
     def _score(self, loaded: _Loaded, request: learner_pb2.ScoreRequest) -> learner_pb2.ScoreResponse:
+        trainer, model = loaded.trainer, request.model or learner_pb2.SCORED_MODEL_POLICY
+        if model not in _models(trainer):
+            present = ", ".join(learner_pb2.ScoredModel.Name(known) for known in _models(trainer))
+            raise invalid_field(
+                "model",
+                model,
+                f"{present}; a reference needs algorithm.kl.coefficient > 0, a critic "
+                "algorithm.advantage=gae, when the learner is started",
+            )
         sequences = parse_sequences(request.samples, loaded.limits)
-        scores = loaded.trainer.score(sequences, parse_temperature("temperature", request.temperature))
-        response = learner_pb2.ScoreResponse(version=loaded.trainer.version)
-        for sequence, (logprobs, entropies) in zip(sequences, scores, strict=True):
+        temperature = parse_temperature("temperature", request.temperature)
+        response = learner_pb2.ScoreResponse(version=trainer.version)
+        if model == learner_pb2.SCORED_MODEL_CRITIC:
+            for sequence, (values,) in zip(sequences, trainer.predict(sequences), strict=True):
+                response.scores.add(sample_id=sequence.sample_id, values=values.tolist())
+            return response
+        score = trainer.score if model == learner_pb2.SCORED_MODEL_POLICY else trainer.score_reference
+        for sequence, (logprobs, entropies) in zip(sequences, score(sequences, temperature), strict=True):
             response.scores.add(sample_id=sequence.sample_id, logprobs=logprobs.tolist(), entropies=entropies.tolist())
         return response
+
+
+def _models(trainer: Trainer) -> list[learner_pb2.ScoredModel.ValueType]:
+    """Returns the models that can score."""
+    present = [learner_pb2.SCORED_MODEL_POLICY]
+    if trainer.reference is not None:
+        present.append(learner_pb2.SCORED_MODEL_REFERENCE)
+    if trainer.critic is not None:
+        present.append(learner_pb2.SCORED_MODEL_CRITIC)
+    return present
 
 
 def _resident_bytes() -> int:

@@ -64,8 +64,12 @@ class Training:
                 upload.add(request)
                 if claim is None:
                     settings = parse_header(upload.header)
-                    if settings.train_critic:
-                        raise invalid_field("header.train_critic", True, "false: this learner has no critic")
+                    if settings.train_critic and self._trainer.critic is None:
+                        raise invalid_field(
+                            "header.train_critic",
+                            True,
+                            "false: this learner was started without algorithm.advantage=gae",
+                        )
                     self._fencing.admit(upload.header.fence)
                     claim = self.calls.open(upload.header)
             digest = await asyncio.to_thread(samples_digest, upload.samples)
