@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import hashlib
 from typing import Any
 
 import engine_kit as kit
 import pytest
 
 from rollwire.rollout.engine import GenerationRequest
-from rollwire.rpc.digests import weights_digest
+from rollwire.rpc.digests import tensor_digest, weights_digest
 from rollwire.serving.model_tensors import SERVING_TYPES, held_digest, layouts
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -31,7 +30,7 @@ async def assert_serves(subject: Any) -> None:
 def sent_digest(subject: Any) -> bytes:
     """Returns the digest of the weights as they travel."""
     tensors = kit.host_tensors(subject.model, dtype=SERVING_TYPES[subject.dtype])
-    return weights_digest((name, hashlib.sha256(tensor.data).digest()) for name, tensor in tensors.items())
+    return weights_digest((name, tensor_digest(tensor.data)) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("model_name", MODELS)

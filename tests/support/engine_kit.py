@@ -32,8 +32,7 @@ LOGPROB_BOUNDS = {
 }
 """Largest gap between an engine's log-probability of a token and the learner's, by device and `model.dtype`.
 
-Measured on CPU with the models below: CONTRIBUTING.md has the figures. What stands for the other devices is what the
-formats allow, and has not been measured.
+Measured on CPU with the models below; for the other devices an estimate. CONTRIBUTING.md has the figures.
 """
 
 _COMMON = {
