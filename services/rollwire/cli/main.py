@@ -23,9 +23,11 @@ app = typer.Typer(
 serve_app = typer.Typer(help="Start one server.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure a part of the system.", no_args_is_help=True)
+selftest_app = typer.Typer(help="Prove that a part of the system is right on this machine.", no_args_is_help=True)
 app.add_typer(serve_app, name="serve")
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
+app.add_typer(selftest_app, name="selftest")
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65_535, help="TCP port; 0 takes a free one.")]
@@ -187,6 +189,15 @@ def bench_rollout(context: typer.Context) -> None:
         from rollwire.cli.bench_rollout import bench_rollout as command
 
         _run_bench(command, "rollout", context.args)
+
+
+@selftest_app.command("weights")
+def selftest_weights(arguments: RunArguments = None) -> None:
+    """Compare the weights and log-probabilities of engine and learner, before and after a training step."""
+    with user_errors():
+        from rollwire.cli.selftest_weights import selftest_weights_command
+
+        selftest_weights_command(arguments)
 
 
 def _run_bench(command: Callable[..., None], name: str, arguments: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -29,7 +29,7 @@ from rollwire.coordinator.transcripts import Transcripts
 from rollwire.coordinator.weight_check import WeightVerifier
 from rollwire.coordinator.weight_push import WeightPusher
 from rollwire.serving.config import RunConfig
-from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
+from rollwire.v1 import learner_pb2, rollout_pb2, trajectory_pb2, weights_pb2
 
 MIN_FAILED_GROUPS: Final = 4
 """A run tolerates at least so many failed groups in a row, however small its steps are."""
@@ -71,7 +71,11 @@ def build_parts(
     admission = Admission(config.batch.groups_per_step, config.max_staleness, config.run.max_steps)
     pump = RolloutPump(admission, planner, player, ledger, budget, config.max_staleness)
     guard = LogprobGuard(
-        pool, peers.learner, _bound(config, found), config.sampling.temperature, probing=config.max_staleness > 0
+        pool,
+        peers.learner,
+        gap_bound(config, found.learner, found.rollouts),
+        config.sampling.temperature,
+        probing=config.max_staleness > 0,
     )
     tracker = Tracker(run_dir.event_dir, run_dir.path)
     text_every_steps = config.tracking.text_samples_every_steps
@@ -97,11 +101,15 @@ def build_parts(
     )
 
 
-def _bound(config: RunConfig, found: Descriptions) -> Bound:
+def gap_bound(
+    config: RunConfig,
+    learner: learner_pb2.LearnerServiceGetInfoResponse,
+    rollouts: Sequence[rollout_pb2.RolloutServiceGetInfoResponse],
+) -> Bound:
     """Returns the largest gap that is rounding on the devices and in the element types of these servers."""
-    dtypes = [weights_pb2.DataType.Name(rollout.dtype).removeprefix("DATA_TYPE_").lower() for rollout in found.rollouts]
+    dtypes = [weights_pb2.DataType.Name(rollout.dtype).removeprefix("DATA_TYPE_").lower() for rollout in rollouts]
     return choose_bound(
         config.algorithm.max_logprob_gap,
-        [found.learner.device, *(rollout.device for rollout in found.rollouts)],
+        [learner.device, *(rollout.device for rollout in rollouts)],
         [config.learner.precision, *dtypes],
     )

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -97,14 +97,20 @@ class LocalLauncher:
         config: The run.
         run_dir: Its directory.
         command: Returns the command line of a server from its kind and the run's directory.
+        kinds: Which servers to start.
     """
 
     def __init__(
-        self, config: RunConfig, run_dir: RunDir, command: Callable[[Kind, Path], list[str]] = child_command
+        self,
+        config: RunConfig,
+        run_dir: RunDir,
+        command: Callable[[Kind, Path], list[str]] = child_command,
+        kinds: Sequence[Kind] = KINDS,
     ) -> None:
         self._config = config
         self._run_dir = run_dir
         self._command = command
+        self._kinds = kinds
         self._children: list[Child] = []
 
     @property
@@ -118,7 +124,7 @@ class LocalLauncher:
         Raises:
             RunError: A server ended or did not bind a port in time.
         """
-        for kind in KINDS:
+        for kind in self._kinds:
             self._children.append(await self._spawn(kind))
         end = asyncio.get_running_loop().time() + self._config.timeouts.ready_s
         waiting = list(self._children)
