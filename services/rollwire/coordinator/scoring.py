@@ -39,13 +39,11 @@ class SampleScorer:
 
     async def reference_logprobs(self, samples: Sequence[learner_pb2.TrainSample]) -> list[npt.NDArray[np.float32]]:
         """Returns the reference's log-probabilities, float32[L] for each sample. Raises `RunError`."""
-        scores = await self._score(samples, learner_pb2.SCORED_MODEL_REFERENCE)
-        return [np.array(score.logprobs, np.float32) for score in scores]
+        return self._checked("logprobs", samples, await self._score(samples, learner_pb2.SCORED_MODEL_REFERENCE))
 
     async def values(self, samples: Sequence[learner_pb2.TrainSample]) -> list[npt.NDArray[np.float32]]:
         """Returns the critic's predictions, float32[L] for each sample. Raises `RunError`."""
-        scores = await self._score(samples, learner_pb2.SCORED_MODEL_CRITIC)
-        return [np.array(score.values, np.float32) for score in scores]
+        return self._checked("values", samples, await self._score(samples, learner_pb2.SCORED_MODEL_CRITIC))
 
     async def _score(
         self, samples: Sequence[learner_pb2.TrainSample], model: learner_pb2.ScoredModel.ValueType
@@ -54,8 +52,7 @@ class SampleScorer:
         while True:
             try:
                 stream = self._client.score(samples, self._temperature, model=model, timeout_s=self._timeout_s)
-                scores = [score async for response in stream for score in response.scores]
-                return self._checked(samples, scores)
+                return [score async for response in stream for score in response.scores]
             except RollwireError as error:
                 now = asyncio.get_running_loop().time()
                 if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -71,22 +68,22 @@ class SampleScorer:
             await asyncio.sleep(self._budgets.poll_s)
 
     def _checked(
-        self, samples: Sequence[learner_pb2.TrainSample], scores: list[learner_pb2.SampleScore]
-    ) -> list[learner_pb2.SampleScore]:
-        """Returns the scores if they are those of the samples."""
+        self, field: str, samples: Sequence[learner_pb2.TrainSample], scores: Sequence[learner_pb2.SampleScore]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Returns one field of the scores if they are those of the samples, and finite."""
+        here = f"the learner at {self._client.target}"
         if [score.sample_id for score in scores] != [sample.sample_id for sample in samples]:
-            raise RunError(
-                f"the learner at {self._client.target} scored {len(scores)} samples in place of the {len(samples)} "
-                "that it was sent, or others"
-            )
-        for sample, score in zip(samples, scores, strict=True):
-            lengths = {len(score.logprobs), len(score.values)} - {0}
-            if lengths != {len(sample.token_ids)}:
+            raise RunError(f"{here} scored {len(scores)} samples in place of the {len(samples)} it was sent, or others")
+        found = [np.array(getattr(score, field), np.float32) for score in scores]
+        for sample, values in zip(samples, found, strict=True):
+            if len(values) != len(sample.token_ids):
                 raise RunError(
-                    f"the learner at {self._client.target} scored {lengths or 'no'} tokens of the sample "
-                    f"{sample.sample_id}, which has {len(sample.token_ids)}"
+                    f"{here} gave {len(values)} {field} for the sample {sample.sample_id}, which has "
+                    f"{len(sample.token_ids)} tokens"
                 )
-        return scores
+            if not np.isfinite(values).all():
+                raise RunError(f"{here} gave {field} for the sample {sample.sample_id} that are not finite")
+        return found
 
     def _text(self, what: str, error: RollwireError) -> str:
         return f"the learner at {self._client.target} {what} ({error})"

@@ -91,6 +91,11 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
         self.gap: Callable[[list[learner_pb2.TrainSample]], dict[str, float]] = lambda samples: {}
         self.scored: list[list[learner_pb2.TrainSample]] = []
         self.scores_as = -1.0
+        self.models = [learner_pb2.SCORED_MODEL_POLICY]
+        self.value = 0.25
+        self.left_out = 0
+        self.scored_models: list[int] = []
+        self.before_score: Callable[[], None] = lambda: None
 
     async def GetInfo(self, request: Any, context: Any) -> learner_pb2.LearnerServiceGetInfoResponse:
         return learner_pb2.LearnerServiceGetInfoResponse(
@@ -100,6 +105,7 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
             max_sequence_tokens=4096,
             device=self.device,
             policy_losses=["ppo_clip"],
+            models=self.models,
             resident_bytes=3 << 20,
         )
 
@@ -144,11 +150,16 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
         async for request in request_iterator:
             assert request.temperature == 1.0
             self.scored.append(list(request.samples))
+            self.scored_models.append(request.model)
+            self.before_score()
             version = weights_pb2.WeightVersion(lineage=self.lineage, step=self.step)
             response = learner_pb2.ScoreResponse(version=version)
             for sample in request.samples:
-                logprobs = [self.scores_as if wanted else 0.0 for wanted in sample.loss_mask]
-                response.scores.add(sample_id=sample.sample_id, logprobs=logprobs)
+                critic = request.model == learner_pb2.SCORED_MODEL_CRITIC
+                value = self.value if critic else self.scores_as
+                mask = sample.loss_mask[self.left_out :]
+                found = {"values" if critic else "logprobs": [value if wanted else 0.0 for wanted in mask]}
+                response.scores.add(sample_id=sample.sample_id, **found)
             yield response
 
     async def Export(self, request: learner_pb2.ExportRequest, context: Any) -> learner_pb2.ExportResponse:
