@@ -124,9 +124,10 @@ def swapped(messages: list[Response]) -> list[Response]:
     return [messages[0], messages[2], messages[1], *messages[3:]]
 
 
-async def refused(bench: Any, step: int) -> Reason | str:
+async def refused(bench: Any, step: int, saying: str = "") -> Reason | str:
     with pytest.raises(RollwireError) as caught:
         await bench.update(step)
+    assert caught.value.message and saying in caught.value.message
     return caught.value.reason
 
 
@@ -146,6 +147,28 @@ async def test_streams_cut_at_and_around_every_tensor_boundary(serve: Any) -> No
         assert info.active_version == bench.version(0)
         assert before == await sample(bench)
         # The same server takes the next good stream.
+        bench.learner.fault = lambda messages: messages
+        await bench.update(1)
+
+
+async def test_bits_flipped_at_and_around_every_tensor_boundary(serve: Any) -> None:
+    async with serve() as bench:
+        before = await sample(bench)
+        manifest = bench.learner.messages(1)[0].manifest
+        ends = [spec.payload_offset + spec.payload_bytes for spec in manifest.tensors]
+        total = manifest.payload_bytes
+        places = sorted({end + shift for end in [0, *ends] for shift in (-1, 0, 1) if 0 <= end + shift < total})
+        for number, place in enumerate(places):
+            # With a checksum that fits the damage only the digest of a tensor can tell, and it names that tensor.
+            checksum = bool(number % 2)
+            damaged = next(spec.name for spec, end in zip(manifest.tensors, ends, strict=True) if place < end)
+            bench.learner.fault = lambda messages, place=place, checksum=checksum: changed(
+                messages, place, checksum=checksum
+            )
+            assert await refused(bench, 1, damaged if checksum else "") == Reason.WEIGHTS_CORRUPT, place
+        info = await bench.client.get_info()
+        assert info.active_version == bench.version(0)
+        assert before == await sample(bench)
         bench.learner.fault = lambda messages: messages
         await bench.update(1)
 
@@ -207,7 +230,8 @@ async def test_weights_of_another_model(serve: Any, weights: Any) -> None:
         }
         for what, tensors in others.items():
             bench.learner.fault = lambda messages, tensors=tensors: stream(tensors)
-            assert await refused(bench, 1) == Reason.WEIGHTS_MISMATCH, what
+            named = {"extra": "lm_head.weight", "renamed": "x"}.get(what, name)
+            assert await refused(bench, 1, named) == Reason.WEIGHTS_MISMATCH, what
         assert (await sample(bench))[2] == 0
 
 
