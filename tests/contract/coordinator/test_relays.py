@@ -89,3 +89,16 @@ async def test_a_version_that_the_learner_does_not_have_ends_the_run(fleet: Flee
     fleet.learner_knows = False
     with pytest.raises(RunError, match=r"cannot bring line@0 to the rollout server at .*UNKNOWN_VERSION"):
         await fleet.world.run("validation.episodes=0")
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+async def test_every_update_asks_for_the_configured_pause_mode(fleet: Fleet, mode: str) -> None:
+    asked: list[int] = []
+
+    async def fetch(rollout: Any, request: rollout_pb2.UpdateWeightsRequest) -> None:
+        asked.append(request.pause_mode)
+
+    for rollout in fleet.world.rollouts:
+        rollout.fetch = fetch
+    await fleet.world.run("validation.episodes=0", "run.max_steps=1", f"rollout.pause_mode={mode}")
+    assert asked == [rollout_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}")] * 2 * len(fleet.world.rollouts)
