@@ -101,7 +101,7 @@ def reinforce(scores: Floats) -> Floats:
 def reinforce_plus_plus(view: BatchView, algorithm: AlgorithmSection) -> Estimate:
     """Discounted rewards from each token on, whitened over all tokens of the batch.
 
-    Hu et al. 2025, REINFORCE++ (arXiv 2501.03262), equations for token-level advantage and its global normalisation.
+    Hu et al. 2025, REINFORCE++ (arXiv 2501.03262).
     """
     to_go_N = decayed_sums(view.token_rewards, view.token_episodes, algorithm.gamma)
     return Estimate(whiten(to_go_N), view.episode_scores.copy())
@@ -119,8 +119,8 @@ def step_reinforce(view: BatchView, algorithm: AlgorithmSection) -> Estimate:
 def gigpo(view: BatchView, algorithm: AlgorithmSection) -> Estimate:
     """Advantage of the episode in its group plus that of the turn among all turns of the group that began alike.
 
-    Feng et al. 2025, Group-in-Group Policy Optimization (arXiv 2505.10978), equations 3, 6, 7 and 8: the returns of
-    turns are discounted, both parts are normalised by mean and standard deviation. A turn whose state is unknown, or
+    Feng et al. 2025, Group-in-Group Policy Optimization (arXiv 2505.10978): the returns of turns are
+    discounted, both parts are normalised by mean and standard deviation. A turn whose state is unknown, or
     that no other turn shares, has the episode's part alone.
     """
     episode_E = _within(view.episode_groups, view.episode_scores, grpo)
@@ -150,7 +150,7 @@ def gae(view: BatchView, algorithm: AlgorithmSection) -> Estimate:
 
     δ_t = r_t + γ V_{t+1} - V_t and A_t = δ_t + γλ A_{t+1}, with V = 0 after the last token; returns are A + V.
 
-    Schulman et al. 2015 (arXiv 1506.02438), equations 11 and 16.
+    Schulman et al. 2015 (arXiv 1506.02438).
     """
     value_N, owner_N = view.token_values, view.token_episodes
     assert value_N is not None, "the critic has not been asked"

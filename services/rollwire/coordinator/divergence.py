@@ -42,8 +42,8 @@ def next_coefficient(coefficient: float, measured: float, episodes: int, section
 
     β' = β · (1 + clip(measured / target - 1, ±0.2) · episodes / horizon)
 
-    Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593), section 2.2, with the
-    gain per episode.
+    Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593), with the gain
+    per episode.
 
     Args:
         coefficient: Coefficient of this step.

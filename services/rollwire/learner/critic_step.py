@@ -23,8 +23,7 @@ def value_loss(values_N: Tensor, returns_N: Tensor, before_N: Tensor | None, cli
 
     ½ · max((V - R)², (clip(V, V_old - c, V_old + c) - R)²), without a clip ½ · (V - R)².
 
-    Schulman et al. 2015 (arXiv 1506.02438, eq. 28); clipped as in OpenAI's baselines, see Engstrom et al. 2020
-    (arXiv 2005.12729, sec. 3).
+    The clip is that of OpenAI's baselines, see Engstrom et al. 2020 (arXiv 2005.12729).
 
     Args:
         values_N: Predictions, with gradient.

@@ -52,8 +52,8 @@ def clipped_surrogate(terms: TokenTerms, settings: LossSettings) -> Tensor:
     """Clipped surrogate with separate clip ranges: -min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A).
 
     Schulman et al. 2017 (arXiv 1707.06347, eq. 7); separate ranges as in DAPO (arXiv 2503.14476, sec. 3.1). With
-    `dual_clip` c the loss of a negative advantage is at most -cA (Ye et al. 2020, arXiv 1912.09729, eq. 5). With the
-    ratio over a sample or a segment it is GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 5 and 13).
+    `dual_clip` c the loss of a negative advantage is at most -cA (Ye et al. 2020, arXiv 1912.09729). With the ratio over
+    a sample or a segment it is GSPO (Zheng et al. 2025, arXiv 2507.18071).
     """
     ratio = terms.log_ratio.exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -67,7 +67,7 @@ def clipped_surrogate(terms: TokenTerms, settings: LossSettings) -> Tensor:
 def cispo(terms: TokenTerms, settings: LossSettings) -> Tensor:
     """Clipped importance weight without gradient: -sg(clip(ρ, 1 - clip_low, 1 + clip_high))·A·lp.
 
-    MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). No token loses its gradient.
+    MiniMax-M1 (arXiv 2506.13585). No token loses its gradient.
     """
     weight = terms.log_ratio.detach().exp().clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return -weight * terms.advantages * terms.logprobs
@@ -76,7 +76,7 @@ def cispo(terms: TokenTerms, settings: LossSettings) -> Tensor:
 def tapered(terms: TokenTerms, settings: LossSettings) -> Tensor:
     """Truncated importance weight where the advantage is negative, none elsewhere: -sg(w)·A·lp, w = 1 or min(ρ, 1).
 
-    TOPR: Le Roux et al. 2025 (arXiv 2503.14286, eq. 8), with the ratio over the whole sample.
+    TOPR: Le Roux et al. 2025 (arXiv 2503.14286), with the ratio over the whole sample.
     """
     weight = torch.where(terms.advantages < 0, terms.log_ratio.detach().exp().clamp(max=1), 1.0)
     return -weight * terms.advantages * terms.logprobs

@@ -76,8 +76,8 @@ def level_log_ratio(level: RatioLevel, log_ratio_N: Tensor, spans: TokenSpans) -
     """Returns for each token the log-ratio at a level, clamped, float[N].
 
     Its value is that of the token's span; its gradient is that of the token's own log-ratio, so that tokens of one span
-    may have different advantages (GSPO-token: Zheng et al. 2025, arXiv 2507.18071, eq. 14). Where all tokens of a
-    sample have the same advantage, the gradient is that of the ratio over the span (section 4.3 there).
+    may have different advantages (GSPO-token: Zheng et al. 2025, arXiv 2507.18071). Where all tokens of a
+    sample have the same advantage, the gradient is that of the ratio over the span.
 
     Args:
         level: Over what the ratio is taken.

@@ -133,7 +133,7 @@ def test_the_mean_of_every_estimator_but_k2_is_the_divergence(estimator: KlEstim
     assert mean == pytest.approx(exact, rel=0.05 if estimator is KlEstimator.K2 else 1e-9)
 
 
-def test_the_gradient_of_k2_is_that_of_the_divergence_and_that_of_k1_vanishes() -> None:
+def test_gradients_of_the_estimators_are_those_of_the_two_divergences_and_that_of_k1_vanishes() -> None:
     """In expectation over what the policy draws, with the sampled tokens held fixed."""
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.45, 0.35, 0.2], dtype=torch.float64).log()
@@ -145,6 +145,8 @@ def test_the_gradient_of_k2_is_that_of_the_divergence_and_that_of_k1_vanishes() 
         found: list[float] = torch.autograd.grad(loss, logits, retain_graph=True)[0].tolist()
         return found
 
-    exact = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)[0].tolist()
-    assert expected_gradient(KlEstimator.K2) == pytest.approx(exact, abs=1e-12)
+    reverse = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)[0].tolist()
+    forward = torch.autograd.grad((reference.exp() * (reference - logp)).sum(), logits, retain_graph=True)[0].tolist()
+    assert expected_gradient(KlEstimator.K2) == pytest.approx(reverse, abs=1e-12)
+    assert expected_gradient(KlEstimator.K3) == pytest.approx(forward, abs=1e-12)
     assert expected_gradient(KlEstimator.K1) == pytest.approx([0, 0, 0], abs=1e-12)
