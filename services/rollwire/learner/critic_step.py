@@ -34,8 +34,9 @@ def value_loss(values_N: Tensor, returns_N: Tensor, before_N: Tensor | None, cli
     error = (values_N - returns_N).square()
     if not clip or before_N is None:
         return 0.5 * error, torch.zeros_like(error, dtype=torch.bool)
-    clipped = (before_N + (values_N - before_N).clamp(-clip, clip) - returns_N).square()
-    return 0.5 * torch.maximum(error, clipped), clipped > error
+    moved = values_N - before_N
+    clipped = (before_N + moved.clamp(-clip, clip) - returns_N).square()
+    return 0.5 * torch.maximum(error, clipped), (moved.abs() > clip) & (clipped > error)
 
 
 def train_critic(

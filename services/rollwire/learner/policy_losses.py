@@ -52,8 +52,8 @@ def clipped_surrogate(terms: TokenTerms, settings: LossSettings) -> Tensor:
     """Clipped surrogate with separate clip ranges: -min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A).
 
     Schulman et al. 2017 (arXiv 1707.06347, eq. 7); separate ranges as in DAPO (arXiv 2503.14476, sec. 3.1). With
-    `dual_clip` c the loss of a negative advantage is at most -cA (Ye et al. 2020, arXiv 1912.09729). With the ratio over
-    a sample or a segment it is GSPO (Zheng et al. 2025, arXiv 2507.18071).
+    `dual_clip` c the loss of a negative advantage is at most -cA (Ye et al. 2020, arXiv 1912.09729). With the ratio
+    over a sample or a segment it is GSPO (Zheng et al. 2025, arXiv 2507.18071).
     """
     ratio = terms.log_ratio.exp()
     clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
