@@ -45,6 +45,8 @@ def selftest_weights_command(arguments: Sequence[str] | None) -> None:
     """
     path, overrides = split_run_arguments(arguments)
     config = load_config(path, [*overrides, *SETTINGS])
+    if config.algorithm.max_logprob_gap == 0:  # off for runs; a test needs a bound
+        config = load_config(path, [*overrides, *SETTINGS, "algorithm.max_logprob_gap=auto"])
     prompts = make_prompts(config)
     console = Console()
     with console.status("starting learner and rollout server", spinner="dots") as status:

@@ -22,7 +22,7 @@ PREFIX: Final = "actor/logprob_gap_"
 """Begins the names of the gap's scalars, as the learner reports them."""
 
 BOUNDS: Final[Mapping[tuple[str, str], float]] = {
-    ("cpu", "float32"): 1e-3,
+    ("cpu", "float32"): 1e-4,
     ("cpu", "bfloat16"): 0.05,
     ("cuda", "float32"): 5e-3,
     ("cuda", "bfloat16"): 0.05,

@@ -107,7 +107,7 @@ def scratched(engine: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "stages", "said"),
     [
-        (skewed, 1, "version 0: engine and learner differ by 0.4 nats, the bound is 0.001, at temperature 0.7 alone"),
+        (skewed, 1, "version 0: engine and learner differ by 0.4 nats, the bound is 0.0001, at temperature 0.7 alone"),
         (forgetful, 2, "they agreed before: the engine works with old weights"),
         (scratched, 1, "does not hold the weights that it was sent"),
     ],

@@ -45,6 +45,13 @@ def unavailable(message: str = "gone") -> RollwireError:
     return RollwireError(grpc.StatusCode.UNAVAILABLE, Reason.DRAINING, message)
 
 
+def no_gap(samples: list[learner_pb2.TrainSample]) -> dict[str, float]:
+    """What a learner reports that agrees with the engine exactly; nothing without samples that can be compared."""
+    tokens = 2.0 * sum(sample.comparable_logprobs for sample in samples)
+    found = {"tokens": tokens, "mean": 0.0, "max": 0.0, "k3": 0.0} if tokens else {}
+    return {f"actor/logprob_gap_{name}": value for name, value in found.items()}
+
+
 class FakeService:
     """What `serving` needs, around a servicer."""
 
@@ -88,7 +95,7 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
         self.digest_of = digest_of
         self.exports: list[str] = []
         self.device = "cpu"
-        self.gap: Callable[[list[learner_pb2.TrainSample]], dict[str, float]] = lambda samples: {}
+        self.gap: Callable[[list[learner_pb2.TrainSample]], dict[str, float]] = no_gap
         self.scored: list[list[learner_pb2.TrainSample]] = []
         self.scores_as = -1.0
         self.models = [learner_pb2.SCORED_MODEL_POLICY]

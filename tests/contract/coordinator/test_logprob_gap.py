@@ -69,12 +69,12 @@ async def test_steps_without_fresh_samples_are_measured_by_drawing_tokens(two_ro
     world.learner.gap = reporting(1e-5)
     for rollout in world.rollouts:
         rollout.plays_with = lambda rollout=rollout: max(rollout.version.step - 1, 0)
-    world.learner.scores_as = -1.0005
+    world.learner.scores_as = -1.00005
     await world.run("max_staleness=1", "run.max_steps=5")
     gaps = dict(logged(world, "actor/logprob_gap_mean"))
     assert gaps[0] == 1e-5, "in step 0 all samples are fresh"
     later = [step for step in range(1, 5) if step in gaps]
-    assert later and all(gaps[step] == pytest.approx(5e-4, rel=1e-3) for step in later)
+    assert later and all(gaps[step] == pytest.approx(5e-5, rel=1e-2) for step in later)
     assert all(sample.comparable_logprobs for samples in world.learner.scored for sample in samples)
     drawn = [request for rollout in world.rollouts for request in rollout.generated]
     assert {tuple(request.token_ids) for request in drawn} == {(1, 2)}, "prompts of earlier episodes"
@@ -95,4 +95,4 @@ async def test_a_server_that_cannot_draw_costs_the_measurement_and_not_the_run(w
     world.rollout.plays_with = lambda: max(world.rollout.version.step - 1, 0)
     world.rollout.before_generate = refuse
     assert (await world.run("max_staleness=1", "run.max_steps=4")).steps == 4
-    assert logged(world, "actor/logprob_gap_mean") == []
+    assert logged(world, "actor/logprob_gap_mean") == [(0, 0.0)], "that step's samples were fresh"
