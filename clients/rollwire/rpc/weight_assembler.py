@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import AsyncIterable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Self
 
 import numpy as np
 
 from rollwire.rpc.digests import TensorHasher, tensor_hasher
-from rollwire.rpc.limits import MAX_CHUNK_BYTES
+from rollwire.rpc.limits import CHUNK_BYTES, MAX_CHUNK_BYTES
+from rollwire.rpc.memory_file import FileMapping, SharedVersion
+from rollwire.rpc.same_host import HandOverError, read_exactly
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_delta import UNCHANGED, SparseTensor, apply_sparse
@@ -29,15 +31,12 @@ from rollwire.rpc.weight_manifest import (
     corrupt,
     full_manifest,
 )
-from rollwire.rpc.weight_steps import Step, version_key
+from rollwire.rpc.weight_steps import KEPT_CHANGES, Step, version_key
 from rollwire.rpc.weight_wire import Chunk, read_response
 from rollwire.v1 import weights_pb2
 
 ALIGNMENT_BYTES: Final = 64
 """In the buffer every tensor begins at a multiple of this."""
-
-KEPT_CHANGES: Final = 0.15
-"""Most memory for changes that are kept, as a share of the version's size."""
 
 _FULL: Final = weights_pb2.TENSOR_ENCODING_FULL
 _UNCHANGED: Final = weights_pb2.TENSOR_ENCODING_UNCHANGED
@@ -60,6 +59,7 @@ class HeldWeights:
         tensors: dict[str, HostTensor],
         buffer: memoryview,
         buffers: HostBuffers,
+        offsets: Mapping[str, int],
         step: Step | None = None,
     ) -> None:
         self.version = manifest.version
@@ -67,6 +67,7 @@ class HeldWeights:
         self.tensor_digests = {spec.name: spec.digest for spec in manifest.tensors}
         self.tensors = tensors
         self.step = step
+        self._offsets = offsets
         self._buffer: memoryview | None = buffer
         self._buffers = buffers
 
@@ -79,6 +80,13 @@ class HeldWeights:
         """Describes these weights for another reader, without hashing them again."""
         layouts = {name: TensorLayout(tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
         return full_manifest(self.version, layouts, self.tensor_digests)
+
+    def shared(self) -> SharedVersion | None:
+        """Returns the file that the tensors lie in, in the manifest's order; None if they lie in private memory."""
+        buffer = self._buffer
+        if buffer is None or not isinstance(buffer.obj, FileMapping):
+            return None
+        return SharedVersion(self.manifest(), buffer.obj, [self._offsets[name] for name in self.tensors])
 
     def release(self) -> None:
         """Gives the memory back for the update after next; the tensors must not be used any more. Idempotent."""
@@ -120,6 +128,8 @@ class WeightAssembler:
         buffers: Where the memory comes from; by default a buffer of its own.
         threads: Worker threads; None for the machine's default, 0 for none.
         keep_changes: Keep the changes that arrive, for `HeldWeights.step`; at most `KEPT_CHANGES` of the version.
+        take_file: Returns the open file that the source has handed over; `SameHostOffer.take`. It stays open until
+            `result` or `close` has returned.
     """
 
     def __init__(
@@ -131,7 +141,9 @@ class WeightAssembler:
         buffers: HostBuffers | None = None,
         threads: int | None = None,
         keep_changes: bool = False,
+        take_file: Callable[[], int] | None = None,
     ) -> None:
+        self._take_file = take_file
         self._keep_changes = keep_changes
         self._expected = expected
         self._version = version
@@ -142,10 +154,12 @@ class WeightAssembler:
         self._buffer: memoryview | None = None
         self._lanes = Lanes(0)
         self._slots: list[_Slot] = []
+        self._starts: dict[str, int] = {}  # where each tensor lies in the buffer
         self._at = 0  # slot that the next payload byte belongs to
         self._filled = 0  # bytes that it has
         self._received = 0
         self._chunks: list[tuple[int, int, int]] = []  # offset, size and CRC-32 of each
+        self._copied = False  # from a file, instead of chunks
         self._committed = False
         self._held: HeldWeights | None = None
 
@@ -157,8 +171,13 @@ class WeightAssembler:
 
     @property
     def received_bytes(self) -> int:
-        """Payload bytes accepted so far."""
+        """Payload bytes accepted so far; those of a file do not count."""
         return self._received
+
+    @property
+    def copied(self) -> bool:
+        """True once the source has handed over a file."""
+        return self._copied
 
     @property
     def digest(self) -> bytes:
@@ -184,10 +203,12 @@ class WeightAssembler:
         elif part == "chunk":
             chunk = response.chunk
             self._append(Chunk(chunk.offset, chunk.crc32, memoryview(chunk.data)))
+        elif part == "file":
+            self._copy(response.file)
         elif part == "commit":
             self._finish(response.commit)
         else:
-            raise corrupt("a message holds neither manifest nor chunk nor commit")
+            raise corrupt("a message holds neither manifest nor chunk nor file nor commit")
 
     def tensors(self) -> dict[str, HostTensor]:
         """Returns the tensors of `result`."""
@@ -211,7 +232,7 @@ class WeightAssembler:
         tensors = {
             slot.spec.name: HostTensor(slot.spec.dtype, tuple(slot.spec.shape), slot.target) for slot in self._slots
         }
-        self._held = HeldWeights(self._manifest, tensors, self._buffer, self._buffers, self._step())
+        self._held = HeldWeights(self._manifest, tensors, self._buffer, self._buffers, self._starts, self._step())
         self._buffer = None
         return self._held
 
@@ -245,14 +266,14 @@ class WeightAssembler:
         whole_bytes = sum(spec.byte_size for spec in manifest.tensors)
         self._keep_changes = self._keep_changes and sparse_bytes <= KEPT_CHANGES * whole_bytes
         self._manifest = manifest
-        starts, end = {}, 0
+        end = 0
         for name, layout in self._expected.items():
-            starts[name] = end
+            self._starts[name] = end
             end += -(-layout.byte_size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._buffer = self._buffers.take(end)
         self._lanes = Lanes(self._threads if end >= INLINE_BYTES else 0)
         for spec in manifest.tensors:
-            start = starts[spec.name]
+            start = self._starts[spec.name]
             target = self._buffer[start : start + spec.byte_size]
             payload = bytearray(0 if spec.encoding == _FULL else spec.payload_bytes)
             sink = target if spec.encoding == _FULL else memoryview(payload)
@@ -261,8 +282,8 @@ class WeightAssembler:
 
     def _append(self, chunk: Chunk) -> None:
         manifest = self._manifest
-        if manifest is None:
-            raise corrupt("a chunk arrived before the manifest")
+        if manifest is None or self._copied:
+            raise corrupt("a chunk arrived before the manifest, or beside a file")
         size = chunk.data.nbytes
         if chunk.offset != self._received:
             raise corrupt(f"a chunk starts at byte {chunk.offset}, expected was byte {self._received}")
@@ -293,6 +314,31 @@ class WeightAssembler:
         if slot.spec.encoding == _FULL:
             slot.lane.submit(slot.hasher.update, piece)
         return piece.nbytes
+
+    def _copy(self, file: weights_pb2.WeightFile) -> None:
+        """Starts to copy all tensors from a file that was handed over."""
+        manifest, again, self._copied = self._manifest, self._copied, True
+        if manifest is None or self._received or again or self._take_file is None:
+            raise corrupt("a file was handed over that was not asked for, or not in its place")
+        if len(file.tensor_offsets) != len(self._slots) or manifest.HasField("base"):
+            raise corrupt(f"{len(file.tensor_offsets)} tensors were handed over, the manifest has {len(self._slots)}")
+        try:
+            descriptor = self._take_file()
+        except HandOverError as error:
+            raise corrupt(f"the weights were not handed over: {error}") from error
+        for slot, offset in zip(self._slots, file.tensor_offsets, strict=True):
+            slot.lane.submit(self._copy_slot, slot, descriptor, offset)
+
+    def _copy_slot(self, slot: _Slot, descriptor: int, offset: int) -> None:
+        """Copies and verifies one tensor; runs in a lane."""
+        for start in range(0, slot.target.nbytes, CHUNK_BYTES):
+            piece = slot.target[start : start + CHUNK_BYTES]
+            try:
+                read_exactly(descriptor, piece, offset + start)
+            except HandOverError as error:
+                raise corrupt(f"tensor {slot.spec.name} was not handed over: {error}") from error
+            slot.hasher.update(piece)
+        self._verify(slot)
 
     def _complete_empty(self) -> None:
         """Finishes the slots that need no more bytes."""
@@ -328,7 +374,7 @@ class WeightAssembler:
 
     def _damage(self, slot: _Slot) -> str:
         """Says which chunk of a full payload is damaged, if its checksum shows it."""
-        if slot.spec.encoding != _FULL:
+        if slot.spec.encoding != _FULL or self._copied:
             return ""
         first, last = slot.spec.payload_offset, slot.spec.payload_offset + slot.spec.payload_bytes
         for offset, size, crc32 in self._chunks:
@@ -341,7 +387,8 @@ class WeightAssembler:
         manifest = self._manifest
         if manifest is None:
             raise corrupt("the commit arrived before the manifest")
-        if self._received != manifest.payload_bytes or commit.payload_bytes != manifest.payload_bytes:
+        complete = self._copied or self._received == manifest.payload_bytes
+        if not complete or commit.payload_bytes != manifest.payload_bytes:
             raise corrupt(f"{self._received} bytes arrived, the manifest announced {manifest.payload_bytes}")
         if commit.digest != manifest.digest:
             raise corrupt("the digest of the commit differs from the manifest's")

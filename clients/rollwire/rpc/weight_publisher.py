@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 from weakref import WeakSet
 
 import grpc
 
 from rollwire.rpc.errors import Reason, RollwireError, not_found
 from rollwire.rpc.limits import CHUNK_BYTES
+from rollwire.rpc.memory_file import FileMapping, GrowingFile, SharedVersion
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_delta import UNCHANGED
 from rollwire.rpc.weight_lanes import Lanes, default_threads
 from rollwire.rpc.weight_manifest import HostTensor, TensorLayout
+from rollwire.rpc.weight_pieces import Piece, PieceQueue, whole_piece
 from rollwire.rpc.weight_snapshot import Snapshot, SnapshotBuilder
-from rollwire.rpc.weight_steps import Step, Steps, version_key
-from rollwire.rpc.weight_wire import write_chunks, write_commit, write_manifest
+from rollwire.rpc.weight_steps import KEPT_CHANGES, Step, Steps, version_key
+from rollwire.rpc.weight_wire import write_chunk, write_commit, write_manifest
 from rollwire.v1 import weights_pb2
 
 PublishedTensor: TypeAlias = tuple[str, TensorLayout, Iterable[memoryview]]
 """Name, layout and bytes in order; each piece flat, of whole elements, and not needed after the next one was taken."""
 
-_T = TypeVar("_T")
 _PENDING_JOBS: Final = 4
 _RETRY_S: Final = 1.0
 DELTA_ENCODINGS: Final = {weights_pb2.TENSOR_ENCODING_UNCHANGED, weights_pb2.TENSOR_ENCODING_SPARSE}
@@ -35,44 +35,69 @@ class WeightStream:
 
     Args:
         manifest: Table of contents.
-        ready: Serialised chunks, for a stream that sends the version in full.
-        pieces: Payload that is still to be cut into chunks, for any other.
+        pieces: The payload.
+        shared: The version as a file, where that may be handed over instead.
+
+    Attributes:
+        queue: What is still to be sent.
     """
 
     def __init__(
-        self, manifest: weights_pb2.WeightManifest, ready: Iterable[bytes] = (), pieces: Iterable[memoryview] = ()
+        self, manifest: weights_pb2.WeightManifest, pieces: Iterable[Piece], shared: SharedVersion | None = None
     ) -> None:
         self.manifest = manifest
-        self._ready = deque(ready)
-        self._pieces = deque(pieces)
+        self.shared = shared
+        self.queue = PieceQueue(pieces)
         self._superseded = False
 
     def __iter__(self) -> Iterator[bytes]:
         yield write_manifest(self.manifest)
-        yield from _drained(self._ready)
-        for chunk in write_chunks(_drained(self._pieces), CHUNK_BYTES):
+        offset = 0
+        while True:
+            with self.queue.lock:
+                pieces = self.queue.take(CHUNK_BYTES)
+                chunk = write_chunk(offset, [piece.data for piece in pieces], pieces[0].crc32) if pieces else None
+            if chunk is None:
+                break
+            offset += chunk.size
             yield chunk.message
-        if self._superseded:
-            raise unknown_version(self.manifest.version, "was replaced while it was being sent")
+        self.check()
         yield write_commit(self.manifest)
+
+    def handed_over(self) -> Iterator[bytes]:
+        """Yields the messages for a reader that has `shared.file` open."""
+        assert self.shared is not None
+        yield write_manifest(self.shared.manifest)
+        yield weights_pb2.FetchWeightsResponse(
+            file=weights_pb2.WeightFile(tensor_offsets=self.shared.offsets)
+        ).SerializeToString()
+        self.check()
+        yield write_commit(self.shared.manifest)
 
     def cut(self) -> None:
         """Frees what has not been sent; the stream then ends with NOT_FOUND / `UNKNOWN_VERSION`."""
         self._superseded = True
-        self._ready.clear()
-        self._pieces.clear()
+        self.queue.clear()
+
+    def check(self) -> None:
+        """Raises NOT_FOUND / `UNKNOWN_VERSION` if the stream was cut."""
+        if self._superseded:
+            raise unknown_version(self.manifest.version, "was replaced while it was being sent")
 
 
 class WeightPublisher:
     """Holds the present version and what changed in the latest steps. Thread-safe.
 
-    A version is encoded once, whatever the number of readers: its chunks are serialised when it is published, and what
+    A version is encoded once, whatever the number of readers: what changed is found when it is published, and what
     changed since an earlier version is composed at the first request for it.
 
+    The present version lies in a file in memory, which a reader on this host can be given instead of a stream. Each
+    version is written over the one before; who reads the file meanwhile gets a mixture, which the digests show.
+
     Host memory, as a share of the version's size in the serving dtype: 1 for the present version, at most `delta_share`
-    for changes, nothing for each reader. While publishing also one piece of a tensor, and for each thread 4 chunks and
-    about 30 MiB. Streams that still send the version before the present one keep what they have not sent, together at
-    most 1 more; streams of older ones are cut.
+    for changes, one chunk for each reader. While publishing also one piece of a tensor, and for each thread 4 chunks
+    and about 30 MiB. Streams that still send the version before the present one keep what they have not sent, together
+    at most 1 more; streams of older ones are cut.
 
     Args:
         kept_bases: Number of earlier versions that readers can be brought up from without sending everything.
@@ -85,13 +110,14 @@ class WeightPublisher:
         self,
         *,
         kept_bases: int = 4,
-        delta_share: float = 0.15,
+        delta_share: float = KEPT_CHANGES,
         threads: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._delta_share = delta_share
         self._threads = default_threads() if threads is None else threads
         self._chunk_bytes = chunk_bytes
+        self._file = GrowingFile()
         self._present: Snapshot | None = None  # None also while it is being replaced
         self._manifest: weights_pb2.WeightManifest | None = None
         self._next: weights_pb2.WeightVersion | None = None
@@ -133,7 +159,7 @@ class WeightPublisher:
             try:
                 with Lanes(self._threads, _PENDING_JOBS) as lanes:
                     builder = SnapshotBuilder(
-                        version, self._begin(version), lanes, self._chunk_bytes, self._steps.reserve
+                        version, self._file, self._begin(version), lanes, self._chunk_bytes, self._steps.reserve
                     )
                     for name, layout, pieces in tensors:
                         builder.add(name, layout, pieces)
@@ -164,11 +190,10 @@ class WeightPublisher:
                     step,
                     lambda spec: present.pieces(spec.payload_offset, spec.payload_bytes),
                     request,
+                    present.shared(),
                 )
             else:
-                stream = WeightStream(
-                    present.manifest, [chunk.message for chunk in present.chunks if chunk is not None]
-                )
+                stream = _full_stream(present)
             self._streams.add(stream)
             return stream
 
@@ -176,20 +201,27 @@ class WeightPublisher:
         """Yields a copy of each tensor of the present version; publishing the next one meanwhile changes nothing.
 
         Raises:
-            RollwireError: As `open` without a version.
+            RollwireError: As `open` without a version; NOT_FOUND / `UNKNOWN_VERSION` when the one after the next is
+                published meanwhile.
         """
         with self._lock:
-            present = self._current(None)
-            held = Snapshot(present.manifest, present.layouts, list(present.chunks))
-        return ((spec.name, _copied(held, spec)) for spec in held.manifest.tensors)
+            stream = _full_stream(self._current(None))
+            self._streams.add(stream)
+        return ((spec.name, _copied(stream, spec)) for spec in stream.manifest.tensors)
 
     def _begin(self, version: weights_pb2.WeightVersion) -> Snapshot | None:
         with self._lock:
             previous, self._present, self._next = self._present, None, version
-            for stream in list(self._streams):
-                if previous is None or stream.manifest.version != previous.manifest.version:
-                    stream.cut()
-            return previous
+            streams = list(self._streams)
+        lasting = []
+        for stream in streams:
+            if previous is not None and stream.manifest.version == previous.manifest.version:
+                lasting.append(stream)
+            else:
+                stream.cut()
+        if previous is not None:
+            _preserve(lasting, previous.file)
+        return previous
 
     def _commit(self, snapshot: Snapshot | None, step: Step | None) -> None:
         self._steps.commit(step)
@@ -233,22 +265,27 @@ def changes_wanted(request: weights_pb2.FetchWeightsRequest) -> bool:
 def delta_stream(
     full: weights_pb2.WeightManifest,
     step: Step,
-    pieces: Callable[[weights_pb2.TensorSpec], Iterable[memoryview]],
+    pieces: Callable[[weights_pb2.TensorSpec], Iterable[Piece]],
     request: weights_pb2.FetchWeightsRequest,
+    shared: SharedVersion | None,
 ) -> WeightStream:
     """Returns the stream of a step, compressed if the reader accepts that.
+
+    Taking a version over as a file is a little faster than making it from changes, but a reader that has the changes
+    can pass them on. So there is a choice only where they are too many to be kept.
 
     Args:
         full: Manifest that sends the version in full.
         step: What changed.
-        pieces: Returns the bytes of a tensor, for the ones sent in full.
+        pieces: Returns the payload of a tensor, for the ones sent in full.
         request: The reader's.
+        shared: The version as a file.
     """
     manifest = weights_pb2.WeightManifest(
         version=full.version, base=step.base, digest=full.digest, base_digest=step.base_digest
     )
     compressed = weights_pb2.TENSOR_ENCODING_SPARSE_ZSTD in request.accepted_encodings
-    payload: list[memoryview] = []
+    payload: list[Piece] = []
     for whole, known in zip(full.tensors, step.changes, strict=True):
         spec = manifest.tensors.add()
         spec.CopyFrom(whole)
@@ -261,9 +298,10 @@ def delta_stream(
             spec.payload_bytes = len(change.payload)
             spec.changed_elements = change.changed
             spec.sparse_bytes = change.sparse_bytes
-            payload.append(memoryview(change.payload))
+            payload.append(whole_piece(change.payload))
         manifest.payload_bytes += spec.payload_bytes
-    return WeightStream(manifest, pieces=payload)
+    large = manifest.payload_bytes > KEPT_CHANGES * full.payload_bytes
+    return WeightStream(manifest, payload, shared if large else None)
 
 
 def unchanged(version: weights_pb2.WeightVersion, digest: bytes, tensors: int) -> Step:
@@ -271,19 +309,30 @@ def unchanged(version: weights_pb2.WeightVersion, digest: bytes, tensors: int) -
     return Step(version, digest, version_key(version), [UNCHANGED] * tensors)
 
 
-def _copied(held: Snapshot, spec: weights_pb2.TensorSpec) -> HostTensor:
-    data = b"".join(held.pieces(spec.payload_offset, spec.payload_bytes))
-    return HostTensor(spec.dtype, tuple(spec.shape), memoryview(data))
+def _full_stream(present: Snapshot) -> WeightStream:
+    return WeightStream(present.manifest, present.pieces(0, present.manifest.payload_bytes), present.shared())
 
 
-def _drained(items: deque[_T]) -> Iterator[_T]:
-    """Yields and removes the items; another thread may clear them at any time."""
-    while True:
-        try:
-            item = items.popleft()
-        except IndexError:
-            return
-        yield item
+def _preserve(streams: list[WeightStream], file: FileMapping) -> None:
+    """Copies what streams have still to send from a file that is about to be overwritten."""
+    for stream in streams:
+        for chunk in stream.queue.chunks():
+            if chunk.data.obj is file:
+                chunk.copy()
+    for stream in streams:
+        with stream.queue.lock:  # whoever was reading the old bytes has done so now
+            pass
+
+
+def _copied(stream: WeightStream, spec: weights_pb2.TensorSpec) -> HostTensor:
+    parts, missing = [], spec.byte_size
+    while missing:
+        with stream.queue.lock:
+            taken = stream.queue.take(missing)
+            parts += [bytes(piece.data) for piece in taken]
+        stream.check()
+        missing -= sum(piece.size for piece in taken)
+    return HostTensor(spec.dtype, tuple(spec.shape), memoryview(b"".join(parts)))
 
 
 def unknown_version(version: weights_pb2.WeightVersion | None, what: str) -> RollwireError:

@@ -9,6 +9,7 @@ from weakref import WeakSet
 from rollwire.rpc.limits import CHUNK_BYTES
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_assembler import HeldWeights
+from rollwire.rpc.weight_pieces import Piece, whole_piece
 from rollwire.rpc.weight_publisher import WeightStream, changes_wanted, delta_stream, unchanged, unknown_version
 from rollwire.v1 import weights_pb2
 
@@ -61,12 +62,12 @@ def _stream(held: HeldWeights, request: weights_pb2.FetchWeightsRequest) -> Weig
             step = held.step
     manifest = held.manifest()
     if step is not None:
-        return delta_stream(manifest, step, lambda spec: _pieces(held, spec.name), request)
-    return WeightStream(manifest, pieces=(piece for name in held.tensors for piece in _pieces(held, name)))
+        return delta_stream(manifest, step, lambda spec: _pieces(held, spec.name), request, held.shared())
+    return WeightStream(manifest, (piece for name in held.tensors for piece in _pieces(held, name)), held.shared())
 
 
-def _pieces(held: HeldWeights, name: str) -> Iterator[memoryview]:
+def _pieces(held: HeldWeights, name: str) -> Iterator[Piece]:
     """Yields a tensor's bytes in pieces that are short enough for a stream that is cut to end soon."""
     data = held.tensors[name].data
     for start in range(0, data.nbytes, CHUNK_BYTES):
-        yield data[start : start + CHUNK_BYTES]
+        yield whole_piece(data[start : start + CHUNK_BYTES])

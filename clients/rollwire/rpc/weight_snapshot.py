@@ -1,7 +1,7 @@
-"""One published version in host memory, as chunks that are ready to be sent, and how it is made from the last one.
+"""One published version in host memory, and how it is made from the last one.
 
-Making the next version consumes the present one chunk by chunk: each new chunk is compared with the old one at the same
-place, which is then dropped. So there is never more than one whole version in memory, and no copy for each reader.
+The next version is written over the present one, chunk by chunk: each new chunk is compared with the old bytes at its
+place before they are overwritten. So there is never more than one whole version in memory, and no copy for each reader.
 """
 
 from __future__ import annotations
@@ -11,42 +11,51 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from rollwire.rpc.digests import TensorHasher, tensor_hasher
+from rollwire.rpc.memory_file import FileMapping, GrowingFile, SharedVersion
 from rollwire.rpc.weight_delta import SparseEncoder, SparseTensor
-from rollwire.rpc.weight_lanes import Lane, Lanes
+from rollwire.rpc.weight_lanes import INLINE_BYTES, Lane, Lanes
 from rollwire.rpc.weight_manifest import ELEMENT_BYTES, TensorLayout, full_manifest
+from rollwire.rpc.weight_pieces import PayloadChunk, Piece
 from rollwire.rpc.weight_steps import SPARSE_LIMIT
-from rollwire.rpc.weight_wire import WireChunk, write_chunk
+from rollwire.rpc.weight_wire import crc32_of
 from rollwire.v1 import weights_pb2
 
 
 @dataclass
 class Snapshot:
-    """A version as chunks.
+    """A version in a file.
 
     Attributes:
         manifest: The manifest that sends it in full.
         layouts: Layout of each tensor, in the manifest's order.
-        chunks: The payload; None where the making of the next version has dropped it.
+        file: The payload.
+        chunks: The payload in pieces that are sent as they are.
     """
 
     manifest: weights_pb2.WeightManifest
     layouts: dict[str, TensorLayout]
-    chunks: list[WireChunk | None]
+    file: FileMapping
+    chunks: list[PayloadChunk]
 
     def __post_init__(self) -> None:
-        self._offsets = [chunk.offset for chunk in self.chunks if chunk is not None]
+        self._offsets = [0]
+        for chunk in self.chunks:
+            self._offsets.append(self._offsets[-1] + chunk.data.nbytes)
 
-    def pieces(self, offset: int, size: int) -> Iterator[memoryview]:
-        """Yields `size` bytes of the payload from `offset` on, as views of the chunks."""
+    def pieces(self, offset: int, size: int) -> Iterator[Piece]:
+        """Yields `size` bytes of the payload from `offset` on."""
         end = offset + size
         at = bisect_right(self._offsets, offset) - 1
         while offset < end:
-            chunk = self.chunks[at]
-            assert chunk is not None
-            piece = chunk.data[offset - chunk.offset : end - chunk.offset]
+            start = self._offsets[at]
+            piece = Piece(self.chunks[at], offset - start, min(end, self._offsets[at + 1]) - start)
             yield piece
-            offset += piece.nbytes
+            offset += piece.size
             at += 1
+
+    def shared(self) -> SharedVersion:
+        """Returns the file as another process needs it."""
+        return SharedVersion(self.manifest, self.file, [spec.payload_offset for spec in self.manifest.tensors])
 
 
 @dataclass
@@ -86,31 +95,38 @@ class SnapshotBuilder:
 
     Args:
         version: Version of the new snapshot.
-        previous: The present one, whose chunks are dropped on the way; None when there is nothing to compare with.
+        file: Where it is written.
+        previous: The present one, which lies there and is overwritten; None when there is nothing to compare with.
         lanes: Where hashing and comparing run.
-        chunk_bytes: Size of a chunk, from 16 KiB to 2 MiB; a chunk ends where an element does.
+        chunk_bytes: Largest size of a chunk, from 16 KiB to 2 MiB. A chunk ends where an element does, and holds either
+            bytes of one large tensor or any number of small ones.
         spend: Called from the lanes with the growth of the encoded changes in bytes; False gives up encoding.
     """
 
     def __init__(
         self,
         version: weights_pb2.WeightVersion,
+        file: GrowingFile,
         previous: Snapshot | None,
         lanes: Lanes,
         chunk_bytes: int,
         spend: Callable[[int], bool],
     ) -> None:
         self._version = version
+        self._file = file
         self._previous = previous
         self._old_layouts = list(previous.layouts.items()) if previous is not None else []
+        self._old = memoryview(previous.file) if previous is not None else memoryview(b"")
         self._lanes = lanes
         self._chunk_bytes = chunk_bytes
         self._spend = spend
         self._layouts: dict[str, TensorLayout] = {}
         self._tensors: list[_Tensor] = []
-        self._chunks: list[WireChunk | None] = []
+        self._ends: list[int] = []  # of the chunks
+        self._crc32: list[int] = []
         self._offset = 0
         self._filled = 0
+        self._last_bytes = 0
         self._parts: list[memoryview] = []  # of the chunk at hand; the first `_owned` are copies
         self._owned = 0
         self._segments: list[tuple[_Tensor, int, int]] = []
@@ -133,6 +149,9 @@ class SnapshotBuilder:
         if self._previous is not None and self._old_layouts[at : at + 1] != [(name, layout)]:
             self._previous = None
         size = layout.byte_size
+        if max(size, self._last_bytes) >= INLINE_BYTES:
+            self._flush()
+        self._last_bytes = size
         word_bytes = ELEMENT_BYTES[layout.dtype]
         encoder = SparseEncoder(word_bytes, int(SPARSE_LIMIT * size)) if self._previous is not None else None
         tensor = _Tensor(self._lanes.lane(size), encoder, encoder is not None, size, tensor_hasher())
@@ -159,7 +178,13 @@ class SnapshotBuilder:
         self._flush()
         self._lanes.join()
         digests = {name: tensor.hasher.digest() for name, tensor in zip(self._layouts, self._tensors, strict=True)}
-        snapshot = Snapshot(full_manifest(self._version, self._layouts, digests), self._layouts, self._chunks)
+        file = self._file.mapped(self._offset)
+        view = memoryview(file)
+        chunks, start = [], 0
+        for end, crc32 in zip(self._ends, self._crc32, strict=True):
+            chunks.append(PayloadChunk(view[start:end], crc32))
+            start = end
+        snapshot = Snapshot(full_manifest(self._version, self._layouts, digests), self._layouts, file, chunks)
         comparable = self._previous is not None and all(tensor.comparable for tensor in self._tensors)
         return snapshot, [tensor.change for tensor in self._tensors] if comparable else None
 
@@ -177,19 +202,26 @@ class SnapshotBuilder:
                 self._flush()
 
     def _flush(self) -> None:
-        """Turns the collected parts into a chunk and hands it to the lanes beside the old one, which is dropped."""
+        """Turns the collected parts into a chunk and hands it to a lane, which writes it over the old bytes."""
         if not self._parts:
             return
-        chunk = write_chunk(self._offset, self._parts)
-        old = None
-        if self._previous is not None:
-            at = len(self._chunks)
-            old, self._previous.chunks[at] = self._previous.chunks[at], None
-        for tensor, start, end in self._segments:
-            before = old.data[start:end] if old is not None else None
-            tensor.lane.submit(tensor.take, before, chunk.data[start:end], self._spend)
-        self._chunks.append(chunk)
+        data = memoryview(b"".join(self._parts))
+        old = self._old[self._offset : self._offset + self._filled] if self._previous is not None else None
+        # All segments are of tensors in one lane: a large tensor has its chunks for itself, small ones run inline.
+        lane = self._segments[0][0].lane
+        self._crc32.append(0)
+        lane.submit(self._store, len(self._ends), self._offset, self._segments, old, data)
         self._offset += self._filled
+        self._ends.append(self._offset)
         self._filled = self._owned = 0
         self._parts = []
         self._segments = []
+
+    def _store(
+        self, at: int, offset: int, segments: list[tuple[_Tensor, int, int]], old: memoryview | None, data: memoryview
+    ) -> None:
+        """Compares and hashes a chunk and writes it; runs in a lane."""
+        for tensor, start, end in segments:
+            tensor.take(old[start:end] if old is not None else None, data[start:end], self._spend)
+        self._crc32[at] = crc32_of([data])
+        self._file.write(data, offset)

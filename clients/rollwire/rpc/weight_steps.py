@@ -14,6 +14,9 @@ from rollwire.v1 import weights_pb2
 SPARSE_LIMIT: Final = 0.75
 """A tensor whose sparse payload, before compression, exceeds this share of its size is sent in full."""
 
+KEPT_CHANGES: Final = 0.15
+"""Most memory for changes that are kept, as a share of the version's size."""
+
 VersionKey: TypeAlias = tuple[str, int]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,16 +62,29 @@ class WireChunk:
         return memoryview(self.message)[self.start : self.start + self.size]
 
 
-def write_chunk(offset: int, parts: Sequence[memoryview]) -> WireChunk:
-    """Serialises a chunk whose payload is the concatenation of some parts, copying each once."""
-    size = crc32 = 0
-    for part in parts:
-        size += part.nbytes
-        crc32 = zlib.crc32(part, crc32)
+def write_chunk(offset: int, parts: Sequence[memoryview], crc32: int | None = None) -> WireChunk:
+    """Serialises a chunk whose payload is the concatenation of some parts, copying each once.
+
+    Args:
+        offset: `WeightChunk.offset`.
+        parts: The parts.
+        crc32: Checksum of the payload, if it is known.
+    """
+    size = sum(part.nbytes for part in parts)
+    if crc32 is None:
+        crc32 = crc32_of(parts)
     tail = bytes((_OFFSET,)) + _varint(offset) + bytes((_CRC32,)) + _CRC32_FORM.pack(crc32)
     inner = bytes((_DATA,)) + _varint(size)
     head = bytes((_CHUNK,)) + _varint(len(inner) + size + len(tail)) + inner
     return WireChunk(b"".join((head, *parts, tail)), len(head), size, offset)
+
+
+def crc32_of(parts: Iterable[memoryview]) -> int:
+    """Returns `WeightChunk.crc32` of the concatenation of some parts."""
+    crc32 = 0
+    for part in parts:
+        crc32 = zlib.crc32(part, crc32)
+    return crc32
 
 
 def write_manifest(manifest: weights_pb2.WeightManifest) -> bytes:

@@ -414,7 +414,7 @@ class UpdateWeightsResponse(google.protobuf.message.Message):
     digest: builtins.bytes
     """Digest computed from what the engine holds after loading; equals `WeightManifest.digest`."""
     received_bytes: builtins.int
-    """Payload bytes received; 0 when the version was active already."""
+    """Payload bytes received over the network; 0 when the version was active already or came as a file on the same host."""
     @property
     def version(self) -> rollwire.v1.weights_pb2.WeightVersion:
         """Version now served."""

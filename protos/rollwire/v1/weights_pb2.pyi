@@ -341,6 +341,14 @@ class FetchWeightsRequest(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     HAVE_FIELD_NUMBER: builtins.int
     ACCEPTED_ENCODINGS_FIELD_NUMBER: builtins.int
+    SAME_HOST_SOCKET_FIELD_NUMBER: builtins.int
+    same_host_socket: builtins.str
+    """Offer to take the version over as a file instead of a stream, for a reader that may be on the host of the source:
+    `rollwire-` and 32 random lower-case hexadecimal digits, the name of a UNIX stream socket that the reader listens at in
+    `/dev/shm`. Empty for none. A source that sees this socket, finds it and the process behind it to be of its own user, and
+    sends the version in full may send one byte with one file descriptor (SCM_RIGHTS) there, before it answers with
+    `WeightFile`. In all other cases it answers as if there were no offer. INVALID_ARGUMENT / `INVALID_FIELD` for another form.
+    """
     @property
     def version(self) -> global___WeightVersion:
         """Version wanted; unset means the one that the server holds."""
@@ -359,21 +367,48 @@ class FetchWeightsRequest(google.protobuf.message.Message):
         version: global___WeightVersion | None = ...,
         have: global___WeightVersion | None = ...,
         accepted_encodings: collections.abc.Iterable[global___TensorEncoding.ValueType] | None = ...,
+        same_host_socket: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["have", b"have", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_encodings", b"accepted_encodings", "have", b"have", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_encodings", b"accepted_encodings", "have", b"have", "same_host_socket", b"same_host_socket", "version", b"version"]) -> None: ...
 
 global___FetchWeightsRequest = FetchWeightsRequest
 
 @typing.final
+class WeightFile(google.protobuf.message.Message):
+    """WeightFile takes the place of all chunks when the reader has got the version as a file.
+
+    The source may overwrite the file at any time. The reader therefore copies each tensor and checks the digest of its copy.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENSOR_OFFSETS_FIELD_NUMBER: builtins.int
+    @property
+    def tensor_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Position of the first byte of each tensor in the file, in the order of `WeightManifest.tensors`. Each is encoded as
+        TENSOR_ENCODING_FULL.
+        """
+
+    def __init__(
+        self,
+        *,
+        tensor_offsets: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tensor_offsets", b"tensor_offsets"]) -> None: ...
+
+global___WeightFile = WeightFile
+
+@typing.final
 class FetchWeightsResponse(google.protobuf.message.Message):
-    """FetchWeightsResponse is one message of a weight stream: manifest first, then chunks in order, then commit."""
+    """FetchWeightsResponse is one message of a weight stream: manifest first, then chunks in order or a file, then commit."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MANIFEST_FIELD_NUMBER: builtins.int
     CHUNK_FIELD_NUMBER: builtins.int
     COMMIT_FIELD_NUMBER: builtins.int
+    FILE_FIELD_NUMBER: builtins.int
     @property
     def manifest(self) -> global___WeightManifest:
         """First message."""
@@ -386,15 +421,20 @@ class FetchWeightsResponse(google.protobuf.message.Message):
     def commit(self) -> global___WeightCommit:
         """Last message."""
 
+    @property
+    def file(self) -> global___WeightFile:
+        """Second message, instead of all chunks; only to a reader that offered it with `FetchWeightsRequest.same_host_socket`."""
+
     def __init__(
         self,
         *,
         manifest: global___WeightManifest | None = ...,
         chunk: global___WeightChunk | None = ...,
         commit: global___WeightCommit | None = ...,
+        file: global___WeightFile | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "manifest", b"manifest", "part", b"part"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "manifest", b"manifest", "part", b"part"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["manifest", "chunk", "commit"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "file", b"file", "manifest", b"manifest", "part", b"part"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "commit", b"commit", "file", b"file", "manifest", b"manifest", "part", b"part"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["part", b"part"]) -> typing.Literal["manifest", "chunk", "commit", "file"] | None: ...
 
 global___FetchWeightsResponse = FetchWeightsResponse

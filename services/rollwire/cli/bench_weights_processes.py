@@ -23,6 +23,8 @@ from rollwire.cli.bench_weights_model import ModelShape, change, make_parameters
 from rollwire.rpc.channel import open_channel
 from rollwire.rpc.digests import tensor_hasher
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES, MIB
+from rollwire.rpc.memory_file import memory_file
+from rollwire.rpc.same_host import SameHostOffer
 from rollwire.rpc.weight_buffers import HostBuffers, anonymous_memory
 from rollwire.rpc.weight_delta import supported_encodings
 from rollwire.rpc.weight_lanes import Lanes
@@ -136,7 +138,7 @@ class _Reader:
 
     def __init__(self, shape: ModelShape) -> None:
         self._layouts = shape.layouts()
-        self._buffers = HostBuffers()
+        self._buffers = HostBuffers(memory_file)
         self._held: HeldWeights | None = None
         self._raw = anonymous_memory(sum(layout.byte_size for layout in self._layouts.values()))
 
@@ -152,18 +154,27 @@ class _Reader:
         """Fetches what changed since the version that is held."""
         return await self._fetch(address, self._held)
 
+    async def same_host(self, address: str) -> dict[str, float]:
+        """Takes the present version over as a file, whatever is held."""
+        with SameHostOffer() as offer:
+            return await self._fetch(address, None, offer)
+
     async def drain(self, address: str, readers: int) -> float:
         """Reads the present version several times at once and drops it; returns the time in seconds."""
         start = time.perf_counter()
         await asyncio.gather(*(_drain(address) for _ in range(readers)))
         return time.perf_counter() - start
 
-    async def _fetch(self, address: str, base: HeldWeights | None) -> dict[str, float]:
+    async def _fetch(
+        self, address: str, base: HeldWeights | None, offer: SameHostOffer | None = None
+    ) -> dict[str, float]:
         received = 0
         start = time.perf_counter()
         async with open_channel(address) as channel:
             request = weights_pb2.FetchWeightsRequest(
-                have=base.version if base is not None else None, accepted_encodings=supported_encodings()
+                have=base.version if base is not None else None,
+                accepted_encodings=supported_encodings(),
+                same_host_socket=offer.name if offer is not None else "",
             )
             call = fetch_weights_method(channel)(request, timeout=_TIMEOUT_S)
 
@@ -174,9 +185,16 @@ class _Reader:
                     yield message
 
             version = weights_pb2.WeightVersion(lineage="bench", step=self._next)
-            held = await receive_weights(
-                counted(), WeightAssembler(self._layouts, version, base=base, buffers=self._buffers)
+            assembler = WeightAssembler(
+                self._layouts,
+                version,
+                base=base,
+                buffers=self._buffers,
+                take_file=offer.take if offer is not None else None,
             )
+            held = await receive_weights(counted(), assembler)
+        if offer is not None and not assembler.copied:
+            raise RuntimeError("the server handed no file over")
         seconds = time.perf_counter() - start
         if self._held is not None:
             self._held.release()
@@ -214,7 +232,7 @@ async def _drain(address: str) -> None:
 
 
 def read(pipe: Connection, shape: ModelShape) -> None:
-    """Runs the reader: takes `raw`, `expect`, `full`, `delta`, `drain` and `cpu_s`."""
+    """Runs the reader: takes `raw`, `expect`, `full`, `delta`, `same_host`, `drain` and `cpu_s`."""
 
     async def run() -> None:
         reader = _Reader(shape)
@@ -224,6 +242,7 @@ def read(pipe: Connection, shape: ModelShape) -> None:
             "expect": reader.expect,
             "full": reader.full,
             "delta": reader.delta,
+            "same_host": reader.same_host,
             "drain": reader.drain,
             "cpu_s": _cpu_s,
         }

@@ -8,7 +8,6 @@ directory. No torch here.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Final, Self
 import numpy as np
 
 from rollwire.rpc.limits import MIB
+from rollwire.rpc.memory_file import FileMapping
 from rollwire.rpc.weight_stream import ELEMENT_BYTES, HostTensor, TensorLayout
 from rollwire.v1 import weights_pb2
 
@@ -30,7 +30,7 @@ class HostMemoryError(Exception):
     """No directory has room for the file; the text is one line."""
 
 
-class SharedMapping(mmap.mmap):
+class SharedMapping(FileMapping):
     """A nameless file, mapped. Its memory is freed when nobody uses this object, a view of it or another mapping.
 
     Args:
@@ -47,7 +47,6 @@ class SharedMapping(mmap.mmap):
 
     directory: Path
     path: str
-    _descriptor: int
 
     def __new__(cls, size_bytes: int, directories: Sequence[Path] | None = None) -> Self:
         """Reserves all of the space and maps it."""
@@ -55,11 +54,7 @@ class SharedMapping(mmap.mmap):
         mapping = super().__new__(cls, descriptor, size_bytes)
         mapping.directory = directory
         mapping.path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        mapping._descriptor = descriptor
         return mapping
-
-    def __del__(self) -> None:
-        os.close(self._descriptor)
 
 
 def shared_memory(size_bytes: int) -> memoryview:

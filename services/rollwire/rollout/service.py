@@ -89,7 +89,7 @@ class RolloutServer:
         )
         self._servicer.parts = Parts(
             policy=policy,
-            updater=WeightUpdater(policy, buffers=started.buffers),
+            updater=WeightUpdater(policy, buffers=started.buffers, same_host=config.rollout.same_host_weights),
             pauser=Pauser(policy),
             checker=WeightChecker(policy),
             sleeper=Sleeper(policy),

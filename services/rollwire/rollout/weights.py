@@ -17,6 +17,7 @@ from rollwire.client.weights import WeightsClient
 from rollwire.rollout.policy import Hold, PauseMode, Policy
 from rollwire.rollout.weight_states import Begin, Served
 from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.same_host import SameHostOffer
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_delta import supported_encodings
@@ -64,13 +65,22 @@ class WeightUpdater:
         policy: Whose weights.
         drain_s: Time that running generations get to finish.
         buffers: Where the memory comes from; by default private memory.
+        same_host: Let a source on this host hand over a file instead of sending the version.
 
     Attributes:
         relay: Passes the active version on.
     """
 
-    def __init__(self, policy: Policy, *, drain_s: float = DRAIN_S, buffers: HostBuffers | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        drain_s: float = DRAIN_S,
+        buffers: HostBuffers | None = None,
+        same_host: bool = True,
+    ) -> None:
         self._policy = policy
+        self._same_host = same_host
         self._buffers = buffers if buffers is not None else HostBuffers()
         self._held: HeldWeights | None = None
         self._ready: HeldWeights | None = None
@@ -169,36 +179,49 @@ class WeightUpdater:
     ) -> tuple[HeldWeights, int]:
         """Receives and verifies the version; returns the weights and how many bytes arrived.
 
-        Asks for changes to what is held. When those do not fit, the whole version is fetched, once; while the source
-        is publishing, it is asked again until the time is over.
+        Asks for changes to what is held, and otherwise for the version as a file, if the source is on this host. When
+        what comes does not fit, the whole version is fetched; while the source is publishing, it is asked again until
+        the time is over.
         """
         end_s = time.monotonic() + timeout_s
-        base, received_bytes = self._held, 0
+        base, same_host, received_bytes = self._held, self._same_host, 0
         async with WeightsClient(target) as source:
             while True:
-                assembler = WeightAssembler(
-                    self._policy.engine.layouts(), version, base=base, buffers=self._buffers, keep_changes=True
-                )
-                request = weights_pb2.FetchWeightsRequest(
-                    version=version,
-                    have=base.version if base is not None else None,
-                    accepted_encodings=supported_encodings(),
-                )
                 left_s = max(end_s - time.monotonic(), 0.0)
-                try:
-                    held = await receive_weights(source.fetch_weights(request, timeout_s=left_s), assembler)
-                    return held, received_bytes + assembler.received_bytes
-                except RollwireError as error:
-                    received_bytes += assembler.received_bytes
-                    if error.reason == Reason.WEIGHTS_CORRUPT and base is not None:
-                        _log.warning("changed weights did not fit; fetching all", error=error.message)
-                        base = None
-                    elif error.reason == Reason.WEIGHT_SOURCE_UNAVAILABLE and left_s > _PUBLISHING_POLL_S:
-                        await asyncio.sleep(_PUBLISHING_POLL_S)
-                    elif error.reason in _PASSED_ON:
-                        raise
-                    else:
-                        raise _unusable(version, target, received_bytes, error) from error
+                with SameHostOffer(enabled=same_host) as offer:
+                    assembler = WeightAssembler(
+                        self._policy.engine.layouts(),
+                        version,
+                        base=base,
+                        buffers=self._buffers,
+                        keep_changes=True,
+                        take_file=offer.take,
+                    )
+                    request = weights_pb2.FetchWeightsRequest(
+                        version=version,
+                        have=base.version if base is not None else None,
+                        accepted_encodings=supported_encodings(),
+                        same_host_socket=offer.name,
+                    )
+                    try:
+                        held = await receive_weights(source.fetch_weights(request, timeout_s=left_s), assembler)
+                        return held, received_bytes + assembler.received_bytes
+                    except RollwireError as caught:
+                        error = caught
+                received_bytes += assembler.received_bytes
+                if assembler.copied and error.reason == Reason.WEIGHTS_CORRUPT:
+                    # Most likely the source has gone on to another version and overwritten this one.
+                    _log.warning("weights handed over on this host did not fit; fetching them", error=error.message)
+                    same_host = False
+                elif error.reason == Reason.WEIGHTS_CORRUPT and base is not None:
+                    _log.warning("changed weights did not fit; fetching all", error=error.message)
+                    base = None
+                elif error.reason == Reason.WEIGHT_SOURCE_UNAVAILABLE and left_s > _PUBLISHING_POLL_S:
+                    await asyncio.sleep(_PUBLISHING_POLL_S)
+                elif error.reason in _PASSED_ON:
+                    raise error
+                else:
+                    raise _unusable(version, target, received_bytes, error) from error
 
     async def _swap_or_release(self, held: HeldWeights, mode: PauseMode) -> tuple[Served, float]:
         """Swaps, and holds what then serves instead of what served before; on any failure that stays held."""

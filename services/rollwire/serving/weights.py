@@ -10,6 +10,8 @@ import grpc.aio
 
 from rollwire.rpc.errors import invalid_field
 from rollwire.rpc.ids import is_name
+from rollwire.rpc.same_host import SOCKET_NAME, hand_over
+from rollwire.rpc.weight_publisher import WeightStream
 from rollwire.rpc.weight_wire import add_fetch_weights_to_server
 from rollwire.v1 import weights_pb2
 
@@ -17,8 +19,8 @@ from rollwire.v1 import weights_pb2
 class WeightsSource(Protocol):
     """What holds a version: `rpc.weight_publisher.WeightPublisher` or `rpc.weight_relay.WeightRelay`."""
 
-    def open(self, request: weights_pb2.FetchWeightsRequest) -> Iterable[bytes]:
-        """Returns the serialised messages that answer a request. Called in a thread; they are read on the event loop.
+    def open(self, request: weights_pb2.FetchWeightsRequest) -> WeightStream:
+        """Returns the stream that answers a request. Called in a thread; it is read on the event loop.
 
         Raises:
             RollwireError: As `WeightsService.FetchWeights` says.
@@ -46,8 +48,16 @@ class WeightsServicer:
         source = self._source()
         _check(request)
         stream = await asyncio.to_thread(source.open, request)  # it may have to compose changes
-        for message in stream:
+        for message in await asyncio.to_thread(_messages, stream, request.same_host_socket):
             yield message
+
+
+def _messages(stream: WeightStream, same_host_socket: str) -> Iterable[bytes]:
+    """Returns the messages of a stream; hands the version over as a file, if the reader offered that and is here."""
+    shared = stream.shared
+    if same_host_socket and shared is not None and hand_over(same_host_socket, shared.file.descriptor):
+        return stream.handed_over()
+    return stream
 
 
 def _check(request: weights_pb2.FetchWeightsRequest) -> None:
@@ -59,3 +69,6 @@ def _check(request: weights_pb2.FetchWeightsRequest) -> None:
     accepted = request.accepted_encodings
     if accepted and weights_pb2.TENSOR_ENCODING_FULL not in accepted:
         raise invalid_field("accepted_encodings", list(accepted), "a list that holds TENSOR_ENCODING_FULL, or empty")
+    name = request.same_host_socket
+    if name and not SOCKET_NAME.fullmatch(name):
+        raise invalid_field("same_host_socket", name, "`rollwire-` and 32 lower-case hexadecimal digits, or empty")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,6 +24,18 @@ from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import weights_pb2
 
 Response = weights_pb2.FetchWeightsResponse
+
+
+class Spoilt:
+    """A stream of messages that a test may have changed; always over the network."""
+
+    shared = None
+
+    def __init__(self, messages: Iterable[bytes]) -> None:
+        self._messages = messages
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._messages)
 
 
 class Publisher:
@@ -60,10 +72,10 @@ class Publisher:
         assert manifest.digest == build_manifest(self._version(step), self.tensors(step)).digest
         return manifest.digest
 
-    def open(self, request: weights_pb2.FetchWeightsRequest) -> Iterable[bytes]:
+    def open(self, request: weights_pb2.FetchWeightsRequest) -> Spoilt:
         self.requests.append(request)
         stream = self.publisher.open(request)
-        return self.fault(list(stream), stream.manifest.HasField("base"))
+        return Spoilt(self.fault(list(stream), stream.manifest.HasField("base")))
 
     def register(self, server: grpc.aio.Server) -> None:
         WeightsServicer(lambda: self).register(server)
@@ -229,10 +241,11 @@ async def test_an_update_waits_while_the_source_is_publishing(serve: Any, publis
 
 
 async def test_a_rollout_server_passes_its_version_on(serve: Any, publishing: Any) -> None:
+    network = {"same_host_weights": False}
     async with (
         serve(active=None) as first,
-        serve(active=None) as second,
-        serve(active=None) as third,
+        serve(active=None, rollout=network) as second,
+        serve(active=None, rollout=network) as third,
         publishing(first) as publisher,
     ):
         whole = publisher.publisher.manifest.payload_bytes

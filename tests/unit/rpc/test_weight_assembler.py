@@ -314,9 +314,9 @@ def test_damage_is_traced_to_its_chunk_and_no_thread_stays(threads: int) -> None
 
 def test_a_result_that_is_refused_frees_everything() -> None:
     messages = _large_stream()
-    damaged = bytearray(messages[-2])
+    damaged = bytearray(messages[-3])
     damaged[1000] ^= 1
-    messages[-2] = bytes(damaged)
+    messages[-3] = bytes(damaged)
     buffers = HostBuffers()
     assembler = WeightAssembler(LARGE, _version(1), buffers=buffers, threads=2)
     for message in messages:

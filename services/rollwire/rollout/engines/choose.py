@@ -8,6 +8,7 @@ from typing import Any
 
 from rollwire.rollout.engine import Engine
 from rollwire.rollout.host_file import shared_memory
+from rollwire.rpc.memory_file import memory_file
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.serving.accelerator import Accelerator, prepare
 from rollwire.serving.config.models import RunConfig
@@ -49,7 +50,7 @@ async def _start_transformers(config: RunConfig) -> StartedEngine:
         max_sequence_tokens=config.rollout.max_episode_tokens,
         max_concurrent_sequences=config.rollout.max_concurrent_sequences,
     )
-    return StartedEngine(engine, HostBuffers(), _end_token_ids(model.generation_config))
+    return StartedEngine(engine, HostBuffers(memory_file), _end_token_ids(model.generation_config))
 
 
 async def _start_vllm(config: RunConfig) -> StartedEngine:

@@ -134,6 +134,9 @@ class RolloutSection(Section):
     torch_threads: NotNegative = 1
     """Threads of one rollout process on CPU; 0 lets torch decide."""
 
+    same_host_weights: bool = True
+    """Take whole versions from a source on the same host as a file in memory; false always uses the network."""
+
 
 class OptimizerSection(Section):
     """AdamW and the learning-rate schedule."""
