@@ -18,7 +18,7 @@ from rollwire.rollout.engines.transformers_engine import TransformersEngine
 from rollwire.serving.accelerator import prepare
 from rollwire.serving.model_tensors import held_digest, named_weights, to_host
 from rollwire.serving.server import ServeError
-from rollwire.v1 import trajectory_pb2, weights_pb2
+from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 
 SAMPLED = trajectory_pb2.LOGPROB_MODE_SAMPLED
 VERSION = weights_pb2.WeightVersion(lineage="main", step=3)
@@ -223,6 +223,44 @@ async def test_new_weights_replace_the_old_ones_completely(
     assert before.version == weights_pb2.WeightVersion() and after.version == VERSION
     expected = plain_logprobs(new, prompt + after.token_ids, len(prompt))
     assert after.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_staged_weights_change_nothing_until_they_are_loaded(
+    make_model: Callable[..., Any], plain_logprobs: Callable[..., list[float]]
+) -> None:
+    old = make_model(seed=0)
+    async with running(old, max_tokens=128) as engine:
+        for seed in (1, 2, 3):  # the memory of each set is used again for the one after the next
+            new, serving = make_model(seed=seed), await engine.held_digest()
+            tensors = wire(new)
+            stream = engine.generate(
+                GenerationRequest([5], sampling(100, stop_token_ids=frozenset()), 0, 120, stream=True)
+            )
+            await anext(stream)
+            await engine.stage_weights(VERSION, tensors)
+            await anext(stream)
+            await stream.aclose()
+            assert await engine.held_digest() == serving
+            assert await engine.load_weights(VERSION, tensors) == held_digest(new, torch.float32)
+            assert await engine.held_digest() == held_digest(new, torch.float32)
+            assert engine._model.lm_head.weight is engine._model.model.embed_tokens.weight
+            piece = await complete(engine, GenerationRequest([5, 6, 7], sampling(), 1, 100))
+            expected = plain_logprobs(new, [5, 6, 7, *piece.token_ids], 3)
+            assert piece.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_other_tensors_than_the_staged_ones_are_loaded_as_well(make_model: Callable[..., Any]) -> None:
+    async with running(make_model(seed=0)) as engine:
+        await engine.stage_weights(VERSION, wire(make_model(seed=1)))
+        other = make_model(seed=2)
+        assert await engine.load_weights(VERSION, wire(other)) == held_digest(other, torch.float32)
+        assert await engine.held_digest() == held_digest(other, torch.float32)
+        tensors = wire(make_model(seed=3))
+        await engine.stage_weights(VERSION, tensors)
+        await engine.sleep(rollout_pb2.SLEEP_LEVEL_DISCARD)
+        await engine.wake()
+        await engine.load_weights(VERSION, tensors)
+        assert await engine.held_digest() == held_digest(make_model(seed=3), torch.float32)
 
 
 async def test_weights_do_not_change_under_a_running_generation(make_model: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ from rollwire.rollout.engines.decode_loop import DecodeLoop, Outcome
 from rollwire.rollout.engines.device_memory import DeviceMemory
 from rollwire.rollout.engines.examine import choose_runner
 from rollwire.rollout.engines.scheduler import Generation, Scheduler
+from rollwire.rollout.engines.second_weights import SecondWeights
 from rollwire.rpc.weight_stream import HostTensor, TensorLayout
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.model_tensors import WIRE_TYPES, copy_all_in, held_digest, layouts
@@ -63,6 +64,7 @@ class TransformersEngine:
         self._memory = DeviceMemory(model)
         self._dtype: torch.dtype = model.dtype
         self._layouts = layouts(model, self._dtype)
+        self._second = SecondWeights(model, self._dtype) if accelerator.device.type == "cpu" else None
         self._description = EngineDescription(
             name="transformers",
             architecture=type(model).__name__,
@@ -135,7 +137,9 @@ class TransformersEngine:
         tensors: Mapping[str, HostTensor],
         tensor_digests: Mapping[str, bytes] | None = None,
     ) -> None:
-        """See `Engine`. Nothing can be prepared: loading copies from host memory into the parameters."""
+        """See `Engine`. Accelerators have no memory to spare for a second set of weights; the host has."""
+        if self._second is not None:
+            await asyncio.to_thread(self._second.fill, tensors)
 
     async def load_weights(
         self,
@@ -147,9 +151,12 @@ class TransformersEngine:
 
         def load() -> bytes:
             self._loop.forget()
-            copy_all_in(self._model, tensors)
+            digest = self._second.flip(tensors) if self._second is not None else None
+            if digest is None:
+                copy_all_in(self._model, tensors)
+                digest = held_digest(self._model, self._dtype)
             self._loop.version = version
-            return held_digest(self._model, self._dtype)
+            return digest
 
         return await self._between_passes(load)
 
@@ -168,6 +175,8 @@ class TransformersEngine:
         def free() -> int:
             before = self._memory.allocated_bytes()
             self._loop.free()
+            if self._second is not None:
+                self._second.drop()
             self._memory.free(discard=level == rollout_pb2.SLEEP_LEVEL_DISCARD)
             return max(before - self._memory.allocated_bytes(), 0)
 
