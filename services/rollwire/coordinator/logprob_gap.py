@@ -32,6 +32,10 @@ BOUNDS: Final[Mapping[tuple[str, str], float]] = {
 """Largest mean gap in nats by device and element type."""
 
 
+MIN_TOKENS: Final = 128
+"""Tokens that a mean is taken over at least."""
+
+
 @dataclass(frozen=True)
 class Bound:
     """The largest mean gap that is taken for rounding.
@@ -61,30 +65,46 @@ def choose_bound(setting: float | Literal["auto"], devices: Iterable[str], dtype
     return Bound(BOUNDS[device, dtype], f"the default for {device} in {dtype}")
 
 
-def check_gap(metrics: Mapping[str, float], bound: Bound, step: int) -> None:
-    """Checks the gap of a training step; a step without any is fine.
+class GapAlarm:
+    """Ends a run whose gap is too large; adds up steps with few tokens, for a single token may be far off by rounding.
 
     Args:
-        metrics: Scalars of the step, with those of the gap.
         bound: Largest mean gap.
-        step: Number of the step, for the text.
-
-    Raises:
-        RunError: The gap is larger than the bound, or not a number.
     """
-    tokens = int(metrics.get(f"{PREFIX}tokens", 0))
-    if not tokens or not math.isfinite(bound.nats):
-        return
-    mean = metrics.get(f"{PREFIX}mean", math.nan)
-    if mean <= bound.nats:
-        return
-    largest = metrics.get(f"{PREFIX}max", math.nan)
-    raise RunError(
-        f"step {step}: engine and learner do not have the same policy: their log-probabilities of {tokens} tokens "
-        f"drawn with the learner's present weights differ by {mean:.3g} nats on average, {largest:.3g} at most; "
-        f"the mean may be {bound.nats:g} ({bound.origin})\n"
-        "  likely causes: weights that the engine did not take or keeps in another layout, a stale prefix cache, "
-        "another temperature or attention than the learner's\n"
-        "  to find out: rollwire selftest weights CONFIG, with the same settings. An engine that is right and only "
-        "rounds more needs a higher algorithm.max_logprob_gap; 0 turns this check off"
-    )
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self._sum = 0.0
+        self._tokens = 0
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Checks the gap of a training step; a step without any is fine.
+
+        Args:
+            step: Number of the step, for the text.
+            metrics: Scalars of the step, with those of the gap.
+
+        Raises:
+            RunError: The mean is larger than the bound whatever further tokens were like, or not a number.
+        """
+        tokens = int(metrics.get(f"{PREFIX}tokens", 0))
+        if not tokens or not math.isfinite(self._bound.nats):
+            return
+        self._sum += metrics.get(f"{PREFIX}mean", math.nan) * tokens
+        self._tokens += tokens
+        if not self._sum <= self._bound.nats * max(self._tokens, MIN_TOKENS):  # not a number fails too
+            raise RunError(self._text(step, metrics.get(f"{PREFIX}max", math.nan)))
+        if self._tokens >= MIN_TOKENS:
+            self._sum, self._tokens = 0.0, 0
+
+    def _text(self, step: int, largest: float) -> str:
+        mean = self._sum / self._tokens
+        return (
+            f"step {step}: engine and learner do not have the same policy: their log-probabilities of {self._tokens} "
+            f"tokens drawn with the learner's present weights differ by {mean:.3g} nats on average, "
+            f"{largest:.3g} at most; the mean may be {self._bound.nats:g} ({self._bound.origin})\n"
+            "  likely causes: weights that the engine did not take or keeps in another layout, a stale prefix cache, "
+            "another temperature or attention than the learner's\n"
+            "  to find out: rollwire selftest weights CONFIG, with the same settings. An engine that is right and only "
+            "rounds more needs a higher algorithm.max_logprob_gap; 0 turns this check off"
+        )

@@ -17,7 +17,7 @@ from rollwire.client.learner import LearnerClient
 from rollwire.client.rollout import RolloutClient
 from rollwire.coordinator.batch import Batch
 from rollwire.coordinator.comparable import Comparable
-from rollwire.coordinator.logprob_gap import Bound, check_gap
+from rollwire.coordinator.logprob_gap import Bound, GapAlarm
 from rollwire.coordinator.logprob_probe import Drawn, draw, gap_metrics, score
 from rollwire.coordinator.metrics import Metrics
 from rollwire.coordinator.rollout_pool import RolloutPool, ServerState
@@ -49,7 +49,7 @@ class LogprobGuard:
     ) -> None:
         self._pool = pool
         self._learner = learner
-        self._bound = bound
+        self._alarm = GapAlarm(bound)
         self._temperature = temperature
         self._probing = probing
         self._prompts: list[Sequence[int]] = []
@@ -93,7 +93,7 @@ class LogprobGuard:
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raises `RunError` when a step's gap is too large."""
-        check_gap(metrics, self._bound, step)
+        self._alarm.check(step, metrics)
 
     async def close(self) -> None:
         """Ends what is being drawn."""
