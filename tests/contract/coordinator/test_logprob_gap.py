@@ -84,7 +84,7 @@ async def test_steps_without_fresh_samples_are_measured_by_drawing_tokens(two_ro
 async def test_a_gap_that_only_drawing_shows_ends_the_run(world: Any) -> None:
     world.rollout.plays_with = lambda: max(world.rollout.version.step - 1, 0)
     world.learner.scores_as = -3.0
-    with pytest.raises(RunError, match="0.667 nats on average, 2 at most"):
+    with pytest.raises(RunError, match=r"0\.667 nats on average, 2 at most"):
         await world.run("max_staleness=1", "run.max_steps=20")
 
 
