@@ -13,6 +13,7 @@ from rollwire.rollout.engines.vllm_names import checkpoint_names
 from rollwire.rollout.engines.vllm_process import EngineOutput, one_line, start_vllm
 from rollwire.rollout.engines.vllm_settings import (
     EngineRequest,
+    VllmSettings,
     check_environment,
     choose,
     kv_bytes_per_token,
@@ -76,19 +77,25 @@ async def start_vllm_engine(
     settings = choose(request, options)
     output = EngineOutput()
     vllm, version = await asyncio.to_thread(start_vllm, settings, request.device, output)
-    description = EngineDescription(
-        name="vllm",
-        architecture=names.architecture,
-        device=request.device,
-        dtype=WIRE_TYPES[dtype],
-        vocabulary_size=text_config.vocab_size,
-        max_sequence_tokens=max_sequence_tokens,
-        max_concurrent_sequences=settings.arguments["max_num_seqs"],
-        sleep_disabled=sleep_disabled(request, options),
-    )
+    description = _describe(request, options, settings, names.architecture, text_config.vocab_size)
     engine = VllmEngine(vllm, description, names, output)
     _log.info("vllm ready", vllm=version, logprobs_mode=await _prepare(engine, output))
     return engine
+
+
+def _describe(
+    request: EngineRequest, options: VllmSection, settings: VllmSettings, architecture: str, vocabulary_size: int
+) -> EngineDescription:
+    return EngineDescription(
+        name="vllm",
+        architecture=architecture,
+        device=request.device,
+        dtype=WIRE_TYPES[SERVING_TYPES[request.dtype]],
+        vocabulary_size=vocabulary_size,
+        max_sequence_tokens=request.max_sequence_tokens,
+        max_concurrent_sequences=settings.arguments["max_num_seqs"],
+        sleep_disabled=sleep_disabled(request, options),
+    )
 
 
 async def _prepare(engine: VllmEngine, output: EngineOutput) -> str:
