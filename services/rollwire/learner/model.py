@@ -90,7 +90,7 @@ class Policy:
 
         def compute() -> tuple[Tensor, Tensor]:
             scores = self._scores(batch, temperature, entropy_gradient)
-            return scores.logprobs.clone(), scores.entropies.clone()  # what is gathered for them may watch no views
+            return scores.logprobs, scores.entropies
 
         with self._precision():
             return TokenScores(*self.sharding.run(compute))

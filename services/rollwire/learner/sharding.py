@@ -32,7 +32,7 @@ class _Root(nn.Module):
         self.model = model
 
     def forward(self, compute: Callable[[], Any]) -> Any:
-        return compute()
+        return _owned(compute())
 
 
 class Sharding:
@@ -108,6 +108,13 @@ def spread(model: Any, settings: LearnerSection, ranks: Ranks) -> Sharding:
     sharding = Sharding(root, keep_between_passes=settings.sharding == "zero2")
     sharding.summed = summed
     return sharding
+
+
+def _owned(result: Any) -> Any:
+    """Returns tensors that are no views: `fully_shard` watches results to know when the backward pass begins."""
+    if isinstance(result, tuple):
+        return tuple(map(_owned, result))
+    return result.clone() if isinstance(result, torch.Tensor) else result
 
 
 def find_blocks(model: Any) -> list[nn.Module]:
