@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -36,6 +38,9 @@ _NOT_ON_CPU: Final = (
 )
 _PACKED: Final = "cpu_linear"
 _END_S: Final = 5.0
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 -- not a temporary file
+# As vLLM's CPU communicator names it.
+_COMPUTED_IN: Final = re.compile(r"-cpushm_\d+$")
 pack_linear = linear_layers.dispatch_cpu_unquantized_gemm
 
 
@@ -57,6 +62,8 @@ class RolloutWorker:
         """
         if self.vllm_config.parallel_config.world_size == 1:
             atexit.register(_leave)
+        elif current_platform.is_cpu():
+            _remove_shared_names()
         processed = processed_layers(self.model_runner.model)
         if processed and current_platform.is_cpu():
             raise ValueError(_NOT_ON_CPU.format(f"the weight of {processed[0]}"))
@@ -238,10 +245,18 @@ def _end_with(owner_pid: int) -> None:
     threading.Thread(target=wait, name="rollwire-owner-watch", daemon=True).start()
 
 
+def _remove_shared_names() -> None:
+    """Removes the names of the memory that ranks compute in: all have mapped it, and a killed rank would leave them."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.parent == _SHARED_MEMORY and _COMPUTED_IN.search(path.name):
+            path.unlink(missing_ok=True)
+
+
 def _leave() -> None:
     """Ends the process when vLLM has shut down: taking the interpreter apart takes seconds and frees nothing more.
 
-    Except where ranks share memory, whose names only destructors remove.
+    Except where ranks have queues in shared memory, whose names only destructors remove.
     """
     sys.stdout.flush()
     sys.stderr.flush()
