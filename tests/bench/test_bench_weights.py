@@ -28,7 +28,7 @@ def test_a_run_measures_everything(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(bench_weights)
     arguments = ["--config", str(tmp_path / "config.json"), "--rounds", "2", "--json", str(tmp_path / "result.json")]
-    shown = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    shown = CliRunner().invoke(app, [*arguments, "--engine", "transformers"], catch_exceptions=False)
     assert shown.exit_code == 0
     result = json.loads((tmp_path / "result.json").read_text())
     layouts = ModelShape(**SMALL, num_key_value_heads=4).layouts()
@@ -41,8 +41,19 @@ def test_a_run_measures_everything(tmp_path: Path) -> None:
     assert list(result["readers"]) == [str(count) for count in READERS]
     assert result["link_full"][0] > result["model_bytes"] / 125e6 * 0.5
     assert result["targets"]["1 % changed, bytes against full"]["met"]
-    assert len(result["targets"]) == 5
+    assert len(result["targets"]) == 7
+    assert len(result["same_host"]) == 2 and min(result["same_host"]) > 0
+    assert len(result["pauses"]) == 3
+    for times in result["pauses"].values():
+        assert len(times["fetch"]) == len(times["pause"]) == 2 and min(times["fetch"] + times["pause"]) > 0
     assert "1 Gbit/s" in shown.output
+
+
+def test_an_engine_that_there_is_not_is_one_line() -> None:
+    app = typer.Typer()
+    app.command()(bench_weights)
+    with pytest.raises(ServeError, match="--engine is 'vlm'; allowed: transformers, vllm or none"):
+        CliRunner().invoke(app, ["--engine", "vlm"], catch_exceptions=False)
 
 
 def test_the_default_model_has_half_a_gigabyte() -> None:

@@ -8,16 +8,18 @@ machine meets all alike; ratios are medians over the rounds.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import typer
 from rich.console import Console
@@ -25,7 +27,10 @@ from rich.table import Table
 
 from rollwire.cli import bench_weights_processes as processes
 from rollwire.cli.bench_weights_model import ModelShape
+from rollwire.cli.bench_weights_pause import GENERATING, Engine, Pauses, measure_pauses
 from rollwire.coordinator.launcher import ALLOCATOR_ENVIRONMENT
+from rollwire.serving.server import ServeError
+from rollwire.v1 import weights_pb2
 
 SHARES: Final = (0.001, 0.01, 0.05)
 READERS: Final = (1, 4, 16)
@@ -44,6 +49,7 @@ class WeightsResult:
         raw: Bare socket into touched memory.
         raw_verified: The same with the digest made in a second thread: what a verified update can reach at best.
         full: Full update to verified memory.
+        same_host: The same with the version handed over as a file.
         delta: Update by changes, by share of changed values.
         delta_bytes: What it moved, by share; messages included.
         publish: Time to publish a version, by share.
@@ -53,13 +59,17 @@ class WeightsResult:
         extra_bytes: Peak of the server's memory beyond its parameters, readers included.
         raw_cpu: CPU time of sender and receiver for one transfer over the bare socket, in seconds.
         full_cpu: The same for a full update.
+        same_host_cpu: The same for a version that is handed over as a file.
         delta_cpu: The same for an update with 1 % of the values changed.
+        pauses: Updates of a rollout server, by kind.
+        load_average: Of the last minute, at the beginning and at the end.
     """
 
     model_bytes: int
     raw: list[float] = field(default_factory=list)
     raw_verified: list[float] = field(default_factory=list)
     full: list[float] = field(default_factory=list)
+    same_host: list[float] = field(default_factory=list)
     delta: dict[str, list[float]] = field(default_factory=dict)
     delta_bytes: dict[str, list[float]] = field(default_factory=dict)
     publish: dict[str, list[float]] = field(default_factory=dict)
@@ -69,7 +79,10 @@ class WeightsResult:
     extra_bytes: int = 0
     raw_cpu: list[tuple[float, float]] = field(default_factory=list)
     full_cpu: list[tuple[float, float]] = field(default_factory=list)
+    same_host_cpu: list[tuple[float, float]] = field(default_factory=list)
     delta_cpu: list[tuple[float, float]] = field(default_factory=list)
+    pauses: dict[str, Pauses] = field(default_factory=dict)
+    load_average: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -90,16 +103,27 @@ class Target:
 def bench_weights(
     config: Annotated[Path | None, typer.Option(help="A config.json to take sizes from; else 505 MB.")] = None,
     rounds: Annotated[int, typer.Option(min=1, max=1000, help="Measurements of each kind.")] = 5,
+    engine: Annotated[str, typer.Option(help="Engine whose pause is measured: transformers, vllm or none.")] = "none",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Measures weight updates over gRPC, in full and as changes, beside a bare TCP socket."""
+    if engine not in ("transformers", "vllm", "none"):
+        raise ServeError(f"--engine is {engine!r}; allowed: transformers, vllm or none")
     shape = ModelShape() if config is None else ModelShape.read(config)
     console = Console()
     with console.status("measuring") as status:
-        result = measure(shape, rounds, status.update)
+        result = measure(shape, rounds, status.update, None if engine == "none" else cast(Engine, engine))
     console.print(_table(result))
     console.print(_readers_table(result))
-    for name, spent in (("socket", result.raw_cpu), ("full", result.full_cpu), ("1.0% changed", result.delta_cpu)):
+    if result.pauses:
+        console.print(_pauses_table(result.pauses, engine))
+    console.print("load average at the beginning and the end: " + ", ".join(f"{a:.1f}" for a in result.load_average))
+    for name, spent in (
+        ("socket", result.raw_cpu),
+        ("full", result.full_cpu),
+        ("same host", result.same_host_cpu),
+        ("1.0% changed", result.delta_cpu),
+    ):
         sender, receiver = (statistics.median(part) for part in zip(*spent, strict=True))
         console.print(f"CPU time, {name}: sender {sender:.2f} s, receiver {receiver:.2f} s")
     found = targets(result)
@@ -112,9 +136,12 @@ def bench_weights(
         json_path.write_text(json.dumps(asdict(result) | {"targets": summary}, indent=2) + "\n")
 
 
-def measure(shape: ModelShape, rounds: int, say: Callable[[str], object]) -> WeightsResult:
-    """Starts the processes and measures."""
+def measure(
+    shape: ModelShape, rounds: int, say: Callable[[str], object], engine: Engine | None = None
+) -> WeightsResult:
+    """Starts the processes and measures; with an engine also how long updates keep it from generating."""
     result = WeightsResult(sum(layout.byte_size for layout in shape.layouts().values()))
+    result.load_average.append(os.getloadavg()[0])
     with ExitStack() as stack:
         server = stack.enter_context(_process(processes.serve, shape, 0))
         reader = stack.enter_context(_process(processes.read, shape))
@@ -135,6 +162,8 @@ def measure(shape: ModelShape, rounds: int, say: Callable[[str], object]) -> Wei
             run.cpu_s()
             result.full.append(run.fetch("full", address)["seconds"])
             result.full_cpu.append(run.cpu_s())
+            result.same_host.append(run.fetch("same_host", address)["seconds"])
+            result.same_host_cpu.append(run.cpu_s())
             for share in SHARES:
                 run.publish(share, record=True)
                 run.cpu_s()
@@ -148,11 +177,27 @@ def measure(shape: ModelShape, rounds: int, say: Callable[[str], object]) -> Wei
         for _ in range(min(rounds, 3)):
             run.publish(_TYPICAL)
             result.link_delta.append(run.fetch("delta", link.started)["seconds"])
-        for count in READERS:
-            say(f"{count} readers")
-            result.readers[str(count)] = reader.call("drain", address, count)
+        for readers in READERS:
+            say(f"{readers} readers")
+            result.readers[str(readers)] = reader.call("drain", address, readers)
         result.extra_bytes = server.call("peak_extra_bytes")
+    if engine is not None:
+        result.pauses = _measure_pauses(shape, engine, rounds, say)
+    result.load_average.append(os.getloadavg()[0])
     return result
+
+
+def _measure_pauses(shape: ModelShape, engine: Engine, rounds: int, say: Callable[[str], object]) -> dict[str, Pauses]:
+    """Measures against a publisher of its own, whose weights stay ones that a model can compute with."""
+    with _process(processes.serve, shape, 1) as server:
+        address, _ = server.started
+        steps = count()
+
+        def publish(share: float) -> weights_pb2.WeightVersion:
+            server.call("publish", share, 1.0)
+            return weights_pb2.WeightVersion(lineage=processes.LINEAGE, step=next(steps))
+
+        return asyncio.run(measure_pauses(shape, engine, rounds, publish, address, say))
 
 
 def targets(result: WeightsResult) -> list[Target]:
@@ -169,6 +214,11 @@ def targets(result: WeightsResult) -> list[Target]:
             0.08,
         ),
         Target("memory for publishing against the model", result.extra_bytes / size, 1.2),
+        *(
+            Target(f"pause against fetching, {kind}", _ratio(times.pause, times.fetch), 0.05)
+            for kind, times in result.pauses.items()
+            if kind != GENERATING  # there it depends on how long a pass takes
+        ),
     ]
 
 
@@ -262,6 +312,7 @@ def _table(result: WeightsResult) -> Table:
     row("bare socket", result.raw)
     row("socket and digest", result.raw_verified)
     row("full", result.full)
+    row("full, same host", result.same_host, 0)
     for share, seconds in result.delta.items():
         moved = statistics.median(result.delta_bytes[share])
         row(f"{float(share):.1%} changed", seconds, moved, result.publish[share])
@@ -270,10 +321,26 @@ def _table(result: WeightsResult) -> Table:
     return table
 
 
+def _pauses_table(pauses: dict[str, Pauses], engine: str) -> Table:
+    table = Table(title=f"updates of a rollout server with {engine}: medians, ranges", title_justify="left")
+    table.add_column("update", no_wrap=True)
+    for heading in ("fetching, ms", "pause, ms", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for kind, times in pauses.items():
+        fetch, pause = ([1e3 * seconds for seconds in part] for part in (times.fetch, times.pause))
+        table.add_row(
+            kind,
+            f"{statistics.median(fetch):.0f} ({min(fetch):.0f}-{max(fetch):.0f})",
+            f"{statistics.median(pause):.1f} ({min(pause):.1f}-{max(pause):.1f})",
+            f"{_ratio(times.pause, times.fetch):.3f}",
+        )
+    return table
+
+
 def _readers_table(result: WeightsResult) -> Table:
     table = Table(title="readers of one version at once", title_justify="left")
     for heading in ("readers", "all done after", "GB/s together"):
         table.add_column(heading, justify="right")
-    for count, seconds in result.readers.items():
-        table.add_row(count, f"{seconds:.2f} s", f"{int(count) * result.model_bytes / seconds / 1e9:.2f}")
+    for readers, seconds in result.readers.items():
+        table.add_row(readers, f"{seconds:.2f} s", f"{int(readers) * result.model_bytes / seconds / 1e9:.2f}")
     return table

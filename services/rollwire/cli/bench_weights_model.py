@@ -96,14 +96,23 @@ def make_parameters(layouts: dict[str, TensorLayout], generator: np.random.Gener
     return parameters
 
 
-def change(parameters: Parameters, share: float, generator: np.random.Generator) -> None:
-    """Changes about this share of the values of every parameter, in place."""
+def change(
+    parameters: Parameters, share: float, generator: np.random.Generator, one_ulp_share: float = ONE_ULP_SHARE
+) -> None:
+    """Changes about this share of the values of every parameter, in place.
+
+    Args:
+        parameters: The parameters.
+        share: Share of the values that are changed.
+        generator: Draws which ones, and how.
+        one_ulp_share: Share of these that move to a neighbouring value; with 1 a model stays one that can compute.
+    """
     for words in parameters.values():
         for block in _blocks(words):
             index = generator.integers(0, len(block), round(share * len(block)))
             step = np.where(generator.random(len(index)) < 0.5, 1, 0xFFFF).astype(np.uint16)
             other = generator.integers(1, 1 << 16, len(index), dtype=np.uint16)
-            block[index] += np.where(generator.random(len(index)) < ONE_ULP_SHARE, step, other)
+            block[index] += np.where(generator.random(len(index)) < one_ulp_share, step, other)
 
 
 def published(parameters: Parameters, layouts: dict[str, TensorLayout]) -> Iterator[PublishedTensor]:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import grpc.aio
 import numpy as np
 
-from rollwire.cli.bench_weights_model import ModelShape, change, make_parameters, published
+from rollwire.cli.bench_weights_model import ONE_ULP_SHARE, ModelShape, change, make_parameters, published
 from rollwire.rpc.channel import open_channel
 from rollwire.rpc.digests import tensor_hasher
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES, MIB
@@ -36,6 +36,7 @@ from rollwire.serving.server import Binding, Readiness, serving
 from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import weights_pb2
 
+LINEAGE: Final = "bench"
 _TIMEOUT_S: Final = 300.0
 _BURST_BYTES: Final = 256 * 1024
 
@@ -85,11 +86,11 @@ class _Learner:
         self._step = -1
         self._own_bytes = before + sum(layout.byte_size for layout in self._layouts.values())
 
-    async def publish(self, share: float) -> dict[str, float]:
+    async def publish(self, share: float, one_ulp_share: float = ONE_ULP_SHARE) -> dict[str, float]:
         """Changes a share of the values and publishes the next version; returns how long that took."""
-        await asyncio.to_thread(change, self._parameters, share, self._generator)
+        await asyncio.to_thread(change, self._parameters, share, self._generator, one_ulp_share)
         self._step += 1
-        version = weights_pb2.WeightVersion(lineage="bench", step=self._step)
+        version = weights_pb2.WeightVersion(lineage=LINEAGE, step=self._step)
         start = time.perf_counter()
         manifest = await asyncio.to_thread(self.publisher.publish, version, published(self._parameters, self._layouts))
         return {"seconds": time.perf_counter() - start, "payload_bytes": manifest.payload_bytes}
@@ -184,7 +185,7 @@ class _Reader:
                     received += len(message)
                     yield message
 
-            version = weights_pb2.WeightVersion(lineage="bench", step=self._next)
+            version = weights_pb2.WeightVersion(lineage=LINEAGE, step=self._next)
             assembler = WeightAssembler(
                 self._layouts,
                 version,
