@@ -40,6 +40,9 @@ SETTINGS: Final = (
 )
 """What the test needs, whatever the configuration says."""
 
+DEFAULTS: Final = ("rollout.same_host_weights=false",)
+"""What it needs unless told otherwise: weights go through the network, whole and as changes, as between hosts."""
+
 OTHER_TEMPERATURE: Final = 0.7
 _BUDGETS: Final = Budgets(attempts=1, lost_s=5.0)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rollwire.cli.arguments import split_run_arguments
 from rollwire.cli.errors import FAILED
 from rollwire.cli.selftest_report import Report, Stage, diagnose
-from rollwire.cli.selftest_steps import SETTINGS, WeightSelftest
+from rollwire.cli.selftest_steps import DEFAULTS, SETTINGS, WeightSelftest
 from rollwire.client.learner import LearnerClient
 from rollwire.client.rollout import RolloutClient
 from rollwire.coordinator.assemble import gap_bound
@@ -44,9 +44,10 @@ def selftest_weights_command(arguments: Sequence[str] | None) -> None:
         RunError: A server does not start, or ends.
     """
     path, overrides = split_run_arguments(arguments)
-    config = load_config(path, [*overrides, *SETTINGS])
+    settings = [*DEFAULTS, *overrides, *SETTINGS]
+    config = load_config(path, settings)
     if config.algorithm.max_logprob_gap == 0:  # off for runs; a test needs a bound
-        config = load_config(path, [*overrides, *SETTINGS, "algorithm.max_logprob_gap=auto"])
+        config = load_config(path, [*settings, "algorithm.max_logprob_gap=auto"])
     prompts = make_prompts(config)
     console = Console()
     with console.status("starting learner and rollout server", spinner="dots") as status:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rollwire.cli.selftest_report import Report, diagnose
-from rollwire.cli.selftest_steps import SETTINGS, WeightSelftest
+from rollwire.cli.selftest_steps import DEFAULTS, SETTINGS, WeightSelftest
 from rollwire.cli.selftest_weights import make_prompts
 from rollwire.client.learner import LearnerClient
 from rollwire.client.rollout import RolloutClient
@@ -32,7 +32,7 @@ async def selftest() -> AsyncIterator[Selftest]:
     """Returns a function that runs the test; `damage` gets the engine before anything is loaded."""
 
     async def run(damage: Callable[[Any], None] = lambda engine: None, *overrides: str) -> Report:
-        config = load_config(None, ["device=cpu", "rollout.max_episode_tokens=256", *overrides, *SETTINGS])
+        config = load_config(None, ["device=cpu", "rollout.max_episode_tokens=256", *DEFAULTS, *overrides, *SETTINGS])
         learner_service, rollout_service = LearnerServer(config), RolloutServer(config)
         async with (
             serving(learner_service, Binding(), grace_s=0.5) as learning,
@@ -56,6 +56,12 @@ async def test_a_healthy_engine_passes(selftest: Selftest, dtype: str) -> None:
     assert first.received_bytes > 0 < trained.received_bytes and unchanged.received_bytes == 0
     assert first.digest != trained.digest == unchanged.digest
     assert report.moved > 0.01
+
+
+async def test_weights_handed_over_on_one_host_pass_too(selftest: Selftest) -> None:
+    report = await selftest(lambda engine: None, "rollout.same_host_weights=true")
+    assert diagnose(report) == ""
+    assert [stage.received_bytes for stage in report.stages] == [0, 0, 0]
 
 
 def skewed(engine: Any) -> None:
