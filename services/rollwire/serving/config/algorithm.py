@@ -158,13 +158,13 @@ class AlgorithmSection(Section):
     importance_weight: ImportanceWeightSection = ImportanceWeightSection()
     """Weight of the policy loss between engine and learner; needs `recompute_old_logprobs`."""
 
-    importance_masks: list[ImportanceMaskSection] = []
+    importance_masks: list[ImportanceMaskSection] = Field(default=[])
     """Masks of the policy loss between engine and learner; need `recompute_old_logprobs`."""
 
     max_logprob_gap: Literal["auto"] | NotNegativeFloat = "auto"
     """Largest difference, in nats and as the mean over a step's tokens, between the log-probabilities that engine and
-    learner give tokens of the learner's present weights; a larger one ends the run. `auto` chooses by device and element
-    type, docs/metrics.md says what; 0 is off."""
+    learner give tokens of the learner's present weights; a larger one ends the run. `auto` chooses by device and
+    element type, docs/metrics.md says what; 0 is off."""
 
     @model_validator(mode="after")
     def _advantages(self) -> AlgorithmSection:
