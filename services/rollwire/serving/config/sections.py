@@ -186,7 +186,7 @@ class CriticSection(Section):
     """Training steps at the start in which only the critic is trained and the policy stays as it is."""
 
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
-    """AdamW of the critic and its schedule."""
+    """AdamW and its schedule."""
 
 
 class ReferenceSection(Section):
