@@ -330,6 +330,36 @@ def test_a_stream_survives_the_next_version_and_is_cut_by_the_one_after() -> Non
     assert caught.value.reason == Reason.UNKNOWN_VERSION
 
 
+def test_readers_beside_publications_get_whole_versions_or_errors() -> None:
+    """Each version is written over the one before while streams of that one are being sent."""
+    layouts = {"large": TensorLayout(BF16, (400_000,)), "small": TensorLayout(BF16, (100,))}
+    publisher = WeightPublisher(threads=1, chunk_bytes=1 << 15)
+    words = _random(0, layouts)
+    publisher.publish(_version(0), _tensors(words, layouts))
+    stop, whole = threading.Event(), threading.Semaphore(0)
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                held = _receive(publisher.open(_request()), layouts=layouts)
+            except RollwireError as error:
+                assert error.reason in (Reason.UNKNOWN_VERSION, Reason.WEIGHT_SOURCE_UNAVAILABLE)
+            else:  # every digest agreed
+                assert held.version.step <= 40
+                whole.release()
+
+    with ThreadPoolExecutor(3) as readers:
+        reading = [readers.submit(read) for _ in range(3)]
+        for step in range(1, 41):
+            words = _changed(words, 0.9, seed=step)
+            publisher.publish(_version(step), _tensors(words, layouts))
+            if step % 4 == 0:
+                assert whole.acquire(timeout=30)
+        stop.set()
+        for future in reading:
+            future.result(timeout=30)
+
+
 def test_present_tensors_can_be_copied_while_the_next_version_is_published() -> None:
     publisher = WeightPublisher(threads=0, chunk_bytes=64)
     with pytest.raises(RollwireError):
