@@ -90,6 +90,9 @@ def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> It
             optimizer = {"learning_rate": 1e-3, "weight_decay": 0.1, "epsilon": 1e-3}
             settings = {"optimizer": optimizer, "micro_batch_tokens": 64, **learner}
             config = {"model": {"path": str(models[model])}, "learner": settings, "device": "cpu"}
+            if scenario and scenario.get("every_term"):
+                config["algorithm"] = {"advantage": "gae", "kl": {"coefficient": 0.1}}
+                config["learner"] = {**settings, "critic": {"optimizer": optimizer}}
             key = json.dumps([config, scenario])
             if key not in known:
                 answer = answers / f"answer-{len(known)}"
@@ -158,6 +161,24 @@ def test_several_ranks_train_as_one_does(train: Train, ranks: dict[str, Any]) ->
 def test_split_layers_train_as_whole_ones_do(train: Train, model: str, ranks: dict[str, Any]) -> None:
     """Sums within a matrix product are in another order, so that a little more rounding is expected."""
     assert_same(train(model), train(model, tensor_parallel_size=2, **ranks), relative=5e-6)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [{"world_size": 2}, {"world_size": 2, "sharding": "zero3"}, {"world_size": 2, "tensor_parallel_size": 2}],
+    ids=["zero2", "zero3", "split"],
+)
+def test_critic_reference_and_every_term_of_the_loss_on_several_ranks(train: Train, ranks: dict[str, Any]) -> None:
+    """Ratios over samples and segments, importance correction and value clip see whole samples everywhere."""
+    scenario = {"every_term": True}
+    one, many = train(scenario=scenario), train(scenario=scenario, **ranks)
+    assert_same(one, many, relative=5e-6)
+    for left, right in zip(one.answer["values"], many.answer["values"], strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-5)
+    names = set(one.answer["steps"][-1])
+    assert {"actor/kl_loss", "actor/is_weight_ess", "critic/loss", "critic/clipfrac"} <= names
+    for name in sorted(name for name in names if name.startswith(("actor/", "critic/")) and "_ratio" not in name):
+        np.testing.assert_allclose(many.metrics(name), one.metrics(name), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_checkpointing_and_offloading_change_nothing_on_one_rank(train: Train) -> None:

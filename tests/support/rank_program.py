@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 from torch.distributed import TCPStore
 
 from rollwire.learner.distributed import connect, follow
-from rollwire.learner.objective import LossSettings
+from rollwire.learner.objective import ImportanceMask, ImportanceWeight, LossSettings
+from rollwire.learner.ratios import RatioLevel
 from rollwire.learner.samples import Sample
 from rollwire.learner.seats import Seat
 from rollwire.learner.step import StepSettings
@@ -50,12 +52,43 @@ def make_samples(seed: int, count: int) -> list[Sample]:
     return samples
 
 
+EVERY_TERM = LossSettings(
+    policy_loss="gspo",
+    recompute_old_logprobs=True,
+    kl_coefficient=0.1,
+    importance_weight=ImportanceWeight(RatioLevel.SEGMENT_MEAN, 1.5),
+    importance_masks=(ImportanceMask(RatioLevel.TOKEN, 0.01, 50.0),),
+    value_clip=0.2,
+)
+"""An objective that needs a critic and a reference."""
+
+
+def scored(trainer: Trainer, samples: list[Sample]) -> list[Sample]:
+    """Returns samples with random returns, and with what critic and reference say of them."""
+    random = np.random.default_rng(len(samples))
+    return [
+        replace(
+            sample,
+            returns=random.normal(size=len(sample.token_ids)).astype(np.float32),
+            values=values,
+            reference_logprobs=logprobs,
+        )
+        for sample, (values,), (logprobs, _) in zip(
+            samples, trainer.predict(samples), trainer.score_reference(samples, 1.0), strict=True
+        )
+    ]
+
+
 def train(trainer: Trainer, scenario: dict[str, Any], answer: Path) -> None:
     """Trains some steps on rank 0 and writes metrics and weights."""
-    settings = StepSettings(LossSettings(**scenario.get("loss", {})), scenario.get("optimizer_steps", 2), 3)
+    every_term = scenario.get("every_term", False)
+    loss = EVERY_TERM if every_term else LossSettings(**scenario.get("loss", {}))
+    settings = StepSettings(loss, scenario.get("optimizer_steps", 2), 3, train_critic=every_term)
     steps = []
     for number in range(scenario.get("steps", 3)):
         samples = make_samples(number, scenario.get("samples", 13))
+        if every_term:
+            samples = scored(trainer, samples)
         if number == scenario.get("poisoned_step"):
             samples[5].advantages[:] = np.finfo(np.float32).max
         done = trainer.train(samples, settings, weights_pb2.WeightVersion(lineage="test", step=number + 1))
@@ -69,6 +102,7 @@ def train(trainer: Trainer, scenario: dict[str, Any], answer: Path) -> None:
     result = {
         "steps": steps,
         "logprobs": [logprobs.tolist() for logprobs, _ in scores],
+        "values": [values.tolist() for (values,) in trainer.predict(make_samples(99, 5))] if every_term else [],
         "parameters": trainer.policy.parameters,
         "local_elements": sum(
             getattr(parameter, "_local_tensor", parameter).numel() for parameter in trainer.policy.model.parameters()
