@@ -191,6 +191,15 @@ def bench_rollout(context: typer.Context) -> None:
         _run_bench(command, "rollout", context.args)
 
 
+@bench_app.command("ranks", add_help_option=False, context_settings=_PASS_ON)
+def bench_ranks(context: typer.Context) -> None:
+    """Training steps of a learner of several ranks, beside one of a single rank."""
+    with user_errors():
+        from rollwire.cli.bench_ranks import bench_ranks as command
+
+        _run_bench(command, "ranks", context.args)
+
+
 @selftest_app.command("weights")
 def selftest_weights(arguments: RunArguments = None) -> None:
     """Compare the weights and log-probabilities of engine and learner, before and after a training step."""
