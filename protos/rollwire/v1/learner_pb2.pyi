@@ -779,7 +779,7 @@ class SaveCheckpointRequest(google.protobuf.message.Message):
     name: builtins.str
     """Name of the checkpoint, `[a-z0-9][a-z0-9_.-]{0,62}`; never a path."""
     keep: builtins.int
-    """After success only so many checkpoints are kept, the ones written last; 0 keeps all."""
+    """After success only so many checkpoints of the fence's run are kept, the ones written last; 0 keeps all."""
     @property
     def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
         """Coordinator that asks."""
@@ -838,8 +838,13 @@ class LoadCheckpointRequest(google.protobuf.message.Message):
     FENCE_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    NEW_LINEAGE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name of the checkpoint."""
+    new_lineage: builtins.bool
+    """The state becomes the first version of a new lineage instead of the checkpoint's version: for a coordinator which knows
+    that what follows will not be bit for bit what followed then.
+    """
     @property
     def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
         """Coordinator that asks."""
@@ -854,9 +859,10 @@ class LoadCheckpointRequest(google.protobuf.message.Message):
         fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
         name: builtins.str = ...,
         version: rollwire.v1.weights_pb2.WeightVersion | None = ...,
+        new_lineage: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["fence", b"fence", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["fence", b"fence", "name", b"name", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence", "name", b"name", "new_lineage", b"new_lineage", "version", b"version"]) -> None: ...
 
 global___LoadCheckpointRequest = LoadCheckpointRequest
 
@@ -872,7 +878,7 @@ class LoadCheckpointResponse(google.protobuf.message.Message):
     """Digest of the present weights in the serving dtype, as in `WeightManifest.digest`."""
     @property
     def version(self) -> rollwire.v1.weights_pb2.WeightVersion:
-        """Present version, the checkpoint's."""
+        """Present version: the checkpoint's, or step 0 of the new lineage."""
 
     def __init__(
         self,

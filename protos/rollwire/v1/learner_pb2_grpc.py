@@ -130,7 +130,8 @@ class LearnerServiceServicer(object):
         optimizer, critic, counters, generators. It appears under its name complete or not at all.
 
         Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
-        FAILED_PRECONDITION / `ASLEEP`.
+        ABORTED / `STEP_IN_PROGRESS`; RESOURCE_EXHAUSTED / `STORAGE_FAILED` when the disk refuses: nothing is left of it then,
+        and training can go on. FAILED_PRECONDITION / `ASLEEP`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +142,8 @@ class LearnerServiceServicer(object):
         would have followed then, on the same devices with the same number of ranks.
 
         Idempotent. NOT_FOUND / `UNKNOWN_CHECKPOINT`; DATA_LOSS / `CHECKPOINT_CORRUPT` names the file that is missing, short or
-        changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's. In all three cases the state is as before.
+        changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's; ABORTED / `STEP_IN_PROGRESS`. In all
+        these cases the state is as before. FAILED_PRECONDITION / `ASLEEP`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -69,7 +69,8 @@ class LearnerServiceStub:
     optimizer, critic, counters, generators. It appears under its name complete or not at all.
 
     Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
-    FAILED_PRECONDITION / `ASLEEP`.
+    ABORTED / `STEP_IN_PROGRESS`; RESOURCE_EXHAUSTED / `STORAGE_FAILED` when the disk refuses: nothing is left of it then,
+    and training can go on. FAILED_PRECONDITION / `ASLEEP`.
     """
 
     LoadCheckpoint: grpc.UnaryUnaryMultiCallable[
@@ -80,7 +81,8 @@ class LearnerServiceStub:
     would have followed then, on the same devices with the same number of ranks.
 
     Idempotent. NOT_FOUND / `UNKNOWN_CHECKPOINT`; DATA_LOSS / `CHECKPOINT_CORRUPT` names the file that is missing, short or
-    changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's. In all three cases the state is as before.
+    changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's; ABORTED / `STEP_IN_PROGRESS`. In all
+    these cases the state is as before. FAILED_PRECONDITION / `ASLEEP`.
     """
 
     Sleep: grpc.UnaryUnaryMultiCallable[
@@ -148,7 +150,8 @@ class LearnerServiceAsyncStub:
     optimizer, critic, counters, generators. It appears under its name complete or not at all.
 
     Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
-    FAILED_PRECONDITION / `ASLEEP`.
+    ABORTED / `STEP_IN_PROGRESS`; RESOURCE_EXHAUSTED / `STORAGE_FAILED` when the disk refuses: nothing is left of it then,
+    and training can go on. FAILED_PRECONDITION / `ASLEEP`.
     """
 
     LoadCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
@@ -159,7 +162,8 @@ class LearnerServiceAsyncStub:
     would have followed then, on the same devices with the same number of ranks.
 
     Idempotent. NOT_FOUND / `UNKNOWN_CHECKPOINT`; DATA_LOSS / `CHECKPOINT_CORRUPT` names the file that is missing, short or
-    changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's. In all three cases the state is as before.
+    changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's; ABORTED / `STEP_IN_PROGRESS`. In all
+    these cases the state is as before. FAILED_PRECONDITION / `ASLEEP`.
     """
 
     Sleep: grpc.aio.UnaryUnaryMultiCallable[
@@ -237,7 +241,8 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         optimizer, critic, counters, generators. It appears under its name complete or not at all.
 
         Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
-        FAILED_PRECONDITION / `ASLEEP`.
+        ABORTED / `STEP_IN_PROGRESS`; RESOURCE_EXHAUSTED / `STORAGE_FAILED` when the disk refuses: nothing is left of it then,
+        and training can go on. FAILED_PRECONDITION / `ASLEEP`.
         """
 
     @abc.abstractmethod
@@ -250,7 +255,8 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         would have followed then, on the same devices with the same number of ranks.
 
         Idempotent. NOT_FOUND / `UNKNOWN_CHECKPOINT`; DATA_LOSS / `CHECKPOINT_CORRUPT` names the file that is missing, short or
-        changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's. In all three cases the state is as before.
+        changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's; ABORTED / `STEP_IN_PROGRESS`. In all
+        these cases the state is as before. FAILED_PRECONDITION / `ASLEEP`.
         """
 
     @abc.abstractmethod

@@ -94,6 +94,11 @@ class Ranks:
             # Bytes travel over host memory whatever the device is.
             self._messages = distributed.new_group(backend="gloo", timeout=_FOREVER)
 
+    @property
+    def message_group(self) -> Any:
+        """The process group over which bytes travel; None when there is one rank."""
+        return self._messages
+
     def broadcast(self, data: bytes) -> bytes:
         """Returns what rank 0 gave; the others' argument is ignored."""
         if self.size == 1:

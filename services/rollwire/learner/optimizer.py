@@ -35,6 +35,7 @@ class PolicyOptimizer:
     Attributes:
         attempted: Optimizer steps so far, vetoed ones included; the schedule counts these.
         applied: Optimizer steps that changed the weights.
+        adamw: Torch's optimizer, which holds the moments of each parameter.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class PolicyOptimizer:
         self._total_steps = total_steps
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gradients = gradients or Gradients(self._parameters)
-        self._adamw = torch.optim.AdamW(
+        self.adamw = torch.optim.AdamW(
             decay_groups(self._parameters, settings.weight_decay),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
@@ -76,9 +77,9 @@ class PolicyOptimizer:
         applied = math.isfinite(norm)
         if applied:
             self._gradients.clip(norm, self._settings.max_grad_norm)
-            for group in self._adamw.param_groups:
+            for group in self.adamw.param_groups:
                 group["lr"] = rate
-            self._adamw.step()
+            self.adamw.step()
         self._gradients.scale.update(applied)
         self.discard_gradients()
         self.attempted += 1
@@ -87,7 +88,7 @@ class PolicyOptimizer:
 
     def discard_gradients(self) -> None:
         """Frees the accumulated gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad(set_to_none=True)
 
 
 def decay_groups(parameters: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from rollwire.learner.checkpoint_calls import DIRECTORY, CheckpointCalls, remove_leftovers
 from rollwire.learner.distributed import connect, rank_failed
 from rollwire.learner.export import Exporter
 from rollwire.learner.loss_requests import parse_temperature
@@ -47,6 +48,7 @@ class _Loaded:
     trainer: Trainer
     training: Training
     exporter: Exporter
+    checkpoints: CheckpointCalls
     limits: SequenceLimits
     tokenizer_hash: str
 
@@ -163,6 +165,18 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         self._fencing.admit(request.fence)
         return await self._torch_thread.run(loaded.exporter.export, loaded.trainer.publisher, request.name)
 
+    async def SaveCheckpoint(
+        self, request: learner_pb2.SaveCheckpointRequest, context: grpc.aio.ServicerContext
+    ) -> learner_pb2.SaveCheckpointResponse:
+        """Writes everything that the following steps depend on."""
+        return await self._ready().checkpoints.save(request)
+
+    async def LoadCheckpoint(
+        self, request: learner_pb2.LoadCheckpointRequest, context: grpc.aio.ServicerContext
+    ) -> learner_pb2.LoadCheckpointResponse:
+        """Goes back to a checkpoint."""
+        return await self._ready().checkpoints.load(request)
+
     def _ready(self) -> _Loaded:
         if self._loaded is None:
             raise RollwireError(
@@ -191,11 +205,15 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
             config.rollout.max_episode_tokens, trainer.policy.position_limit or config.rollout.max_episode_tokens
         )
         limits = SequenceLimits(trainer.policy.vocabulary_size, longest)
+        training = Training(trainer, first, limits, self._fencing, self._torch_thread)
+        output_dir = Path(config.run.output_dir)
+        remove_leftovers(output_dir / DIRECTORY)
         return _Loaded(
             trainer=trainer,
-            training=Training(trainer, first, limits, self._fencing, self._torch_thread),
+            training=training,
+            checkpoints=CheckpointCalls(output_dir / DIRECTORY, trainer, training, self._fencing, self._torch_thread),
             exporter=Exporter(
-                Path(config.run.output_dir) / "export",
+                output_dir / "export",
                 trainer.policy.model,
                 tokenizer,
                 SERVING_TYPES[config.model.dtype],

@@ -6,9 +6,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from rollwire.learner import checkpoint
 from rollwire.learner.batching import Budget
+from rollwire.learner.checkpoint_manifest import Manifest
+from rollwire.learner.checkpoint_state import TrainedModel
 from rollwire.learner.critic import Critic, load_critic
 from rollwire.learner.critic_step import train_critic
 from rollwire.learner.distributed import InterruptedWorkError, Ranks, on_all_ranks
@@ -46,6 +49,19 @@ class TrainedStep:
     manifest: weights_pb2.WeightManifest
     metrics: dict[str, float]
     duration_s: float
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """The state that a checkpoint brought back.
+
+    Attributes:
+        manifest: Describes the weights.
+        calls: State of the training calls, as JSON has it; empty in a new lineage.
+    """
+
+    manifest: weights_pb2.WeightManifest
+    calls: dict[str, Any]
 
 
 class Trainer:
@@ -162,6 +178,36 @@ class Trainer:
         """Returns the values that the critic, which there must be, predicts for each sequence."""
         assert self.critic is not None, "asked for a critic that there is not"
         return predict(self.critic, sequences, self._budget)
+
+    @on_all_ranks
+    def save_checkpoint(self, order: checkpoint.SaveOrder) -> Manifest:
+        """Writes a checkpoint, see `checkpoint.save`."""
+        return checkpoint.save(self.ranks, self._trained(), self.policy.device, order)
+
+    @on_all_ranks
+    def load_checkpoint(self, order: checkpoint.LoadOrder, lineage: str) -> LoadedCheckpoint:
+        """Goes back to a checkpoint, see `checkpoint.load`, and publishes its version.
+
+        Args:
+            order: What to load.
+            lineage: If not empty, the state becomes step 0 of this lineage instead.
+        """
+
+        def begin() -> None:
+            self.changed = True
+
+        found, calls = checkpoint.load(self.ranks, self._trained(), self.policy.device, order, begin)
+        version = weights_pb2.WeightVersion(lineage=lineage, step=0) if lineage else found.version
+        manifest = self.publish(version)
+        self.changed = False
+        return LoadedCheckpoint(manifest, {} if lineage else calls)
+
+    def _trained(self) -> list[TrainedModel]:
+        """Returns the models that training changes."""
+        models = [TrainedModel("policy", self.policy.model, self._optimizer, self.policy.loss_scale)]
+        if self.critic is not None and self._critic_optimizer is not None:
+            models.append(TrainedModel("critic", self.critic.model, self._critic_optimizer, self.critic.loss_scale))
+        return models
 
     def _train_models(self, samples: Sequence[Sample], settings: StepSettings) -> dict[str, float]:
         """Trains policy and critic, whichever the settings say; returns their metrics."""

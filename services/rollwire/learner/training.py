@@ -11,7 +11,7 @@ from rollwire.learner.distributed import InterruptedWorkError
 from rollwire.learner.requests import SequenceLimits, needed_fields, parse_header, parse_samples
 from rollwire.learner.step import StepSettings
 from rollwire.learner.torch_thread import TorchThread
-from rollwire.learner.trainer import Trainer
+from rollwire.learner.trainer import LoadedCheckpoint, Trainer
 from rollwire.learner.training_calls import BatchUpload, Claim, TrainingCalls
 from rollwire.rpc.digests import samples_digest
 from rollwire.rpc.errors import Reason, RollwireError, invalid_field
@@ -112,7 +112,7 @@ class Training:
             ) from error
         except BaseException:
             if self._trainer.changed and not self._torch_thread.failed:
-                await self._start_lineage()
+                await self.start_lineage()
             self.calls.release(claim)
             raise
         self.manifest = done.manifest
@@ -128,10 +128,15 @@ class Training:
         )
         return answer
 
-    async def _start_lineage(self) -> None:
+    def go_on_from(self, loaded: LoadedCheckpoint) -> None:
+        """Continues from a checkpoint that the trainer has loaded."""
+        self.manifest = loaded.manifest
+        self.calls.restore(loaded.manifest.version, loaded.calls)
+
+    async def start_lineage(self) -> None:
         """Publishes weights that a failed step left between two versions as the first of another lineage."""
         version = weights_pb2.WeightVersion(lineage=new_id("lineage"), step=0)
         self.manifest = await self._torch_thread.run(self._trainer.publish, version)
         self._trainer.changed = False
         self.calls.restart(version)
-        _log.error("a step failed half way; the learner began another lineage", version=version_text(version))
+        _log.error("the weights changed half way; the learner began another lineage", version=version_text(version))

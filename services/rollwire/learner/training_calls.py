@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import grpc
 
@@ -91,11 +92,13 @@ class Claim:
         epoch: Epoch of the coordinator that called.
         step: Number of the step, the version's `step` after it.
         computing: True once the batch is complete and the computation has begun.
+        other_work: What is done instead of a step.
     """
 
     epoch: int
     step: int
     computing: bool = False
+    other_work: str = ""
 
 
 class TrainingCalls:
@@ -175,6 +178,30 @@ class TrainingCalls:
         if self._claim is claim:
             self._claim = None
 
+    def hold(self, work: str) -> Claim:
+        """Claims the learner for work between two steps, such as `a checkpoint is saved`; `release` must follow.
+
+        Raises:
+            RollwireError: ABORTED / `STEP_IN_PROGRESS`.
+        """
+        if self._claim is not None:
+            raise _in_progress(self._claim)
+        self._claim = Claim(0, self.version.step, computing=True, other_work=work)
+        return self._claim
+
+    def saved(self) -> dict[str, Any]:
+        """Returns what `restore` needs, as JSON has it."""
+        if self._last_answer is None:
+            return {}
+        return {"last_digest": self._last_digest.hex(), "last_answer": self._last_answer.SerializeToString().hex()}
+
+    def restore(self, version: weights_pb2.WeightVersion, saved: Mapping[str, Any]) -> None:
+        """Goes on from a version with the answer to its step, so that the step can be repeated once more."""
+        self.restart(version)
+        if saved:
+            self._last_digest = bytes.fromhex(saved["last_digest"])
+            self._last_answer = learner_pb2.TrainResponse.FromString(bytes.fromhex(saved["last_answer"]))
+
     def restart(self, version: weights_pb2.WeightVersion) -> None:
         """Begins another lineage; no step of the old one can be continued or repeated."""
         self.version = version
@@ -185,7 +212,11 @@ def _in_progress(held: Claim) -> RollwireError:
     return RollwireError(
         grpc.StatusCode.ABORTED,
         Reason.STEP_IN_PROGRESS,
-        f"step {held.step} is {'being computed' if held.computing else 'being sent by another call'}; ask again later",
+        f"{held.other_work or _doing(held)}; ask again later",
         metadata={"step": str(held.step)},
         retry_after_s=_RETRY_S,
     )
+
+
+def _doing(held: Claim) -> str:
+    return f"step {held.step} is being {'computed' if held.computing else 'sent by another call'}"

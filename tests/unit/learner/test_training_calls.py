@@ -188,6 +188,32 @@ def test_a_failed_step_can_be_tried_again() -> None:
     run(calls, 0, b"two")
 
 
+def test_other_work_and_steps_exclude_each_other() -> None:
+    calls = at_step(0)
+    claim = calls.open(header(0))
+    refused(lambda: calls.hold("a checkpoint is being saved"), Reason.STEP_IN_PROGRESS, grpc.StatusCode.ABORTED)
+    calls.release(claim)
+    held = calls.hold("a checkpoint is being saved")
+    error = refused(lambda: calls.open(header(0, epoch=9)), Reason.STEP_IN_PROGRESS, grpc.StatusCode.ABORTED)
+    assert error.message == "a checkpoint is being saved; ask again later"
+    calls.release(held)
+    assert run(calls, 0).version.step == 1
+
+
+def test_what_was_saved_repeats_the_last_answer() -> None:
+    calls = at_step(4)
+    answer = run(calls, 4)
+    restored = at_step(0)
+    restored.restore(calls.version, calls.saved())
+    claim = restored.open(header(4))
+    again = restored.begin(claim, b"one")
+    assert again is not None and again.repeated_answer
+    assert again.version == answer.version and dict(again.metrics) == dict(answer.metrics)
+    fresh = at_step(0)
+    fresh.restore(calls.version, at_step(3).saved())
+    refused(lambda: fresh.open(header(4)), Reason.WRONG_VERSION, grpc.StatusCode.FAILED_PRECONDITION)
+
+
 def test_nothing_of_an_abandoned_lineage_is_continued_or_repeated() -> None:
     calls = at_step(0)
     run(calls, 0)
