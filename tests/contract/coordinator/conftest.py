@@ -52,6 +52,12 @@ def no_gap(samples: list[learner_pb2.TrainSample]) -> dict[str, float]:
     return {f"actor/logprob_gap_{name}": value for name, value in found.items()}
 
 
+CRITIC_METRICS = {
+    **{f"critic/{name}": 0.5 for name in ("loss", "error", "vpred", "clipfrac", "grad_norm", "lr", "skipped_steps")},
+    "time/critic/train_step/total": 0.1,
+}
+
+
 class FakeService:
     """What `serving` needs, around a servicer."""
 
@@ -147,6 +153,7 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
                 "actor_train/grad_norm": 1.0,
                 "critic/entropy/mean": 0.25,
                 "time/actor_train/train_step/total": 0.1,
+                **(CRITIC_METRICS if header.train_critic else {}),
                 **self.gap(samples),
             },
             digest=self.digest_of(base.step + 1),

@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from rollwire.client.coordinator import CoordinatorClient
 from rollwire.coordinator.seeds import environment_seed, shuffle_seed
 from rollwire.rpc.digests import samples_digest
-from rollwire.v1 import coordinator_pb2, trajectory_pb2
+from rollwire.v1 import coordinator_pb2, learner_pb2, trajectory_pb2
 
 
 def query(world: Any, text: str) -> list[tuple[Any, ...]]:
@@ -118,10 +118,10 @@ async def test_the_event_file_has_rolls_names(world: Any) -> None:
 
 
 def documented_names() -> list[re.Pattern[str]]:
-    """Patterns of the names in docs/metrics.md: braces are alternatives, what stands in angles is free."""
+    """Patterns of the names in docs/metrics.md, all with a slash: braces are alternatives, what is in angles is free."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text()
     patterns = []
-    for name in re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE):
+    for name in re.findall(r"^\| `([^`]+/[^`]+)` \|", page, flags=re.MULTILINE):
         pattern = re.sub(r"\{([^}]+)\}", lambda match: f"({match[1].replace(',', '|')})", name)
         patterns.append(re.compile(re.sub(r"<\w+>", r"[\\w.-]+", pattern)))
     return patterns
@@ -133,8 +133,12 @@ async def test_every_scalar_is_documented_and_every_documented_one_exists(world:
         boom if (request.group_id, request.attempt) == ("g00000000", 0) else play(request, episode)
     )
     await world.run("validation.greedy_at_end=true")
+    world.learner.models += [learner_pb2.SCORED_MODEL_REFERENCE, learner_pb2.SCORED_MODEL_CRITIC]
+    clips = ["algorithm.reward_clip=1", "algorithm.advantage_clip=1", "validation.episodes=0"]
+    for advantage in ("gae", "gigpo"):
+        await world.run(f"algorithm.advantage={advantage}", "algorithm.kl.coefficient=0.1", *clips)
     patterns = documented_names()
-    assert len(patterns) > 30
+    assert len(patterns) > 40
     logged = {name for _, metrics in world.notes.steps for name in metrics}
     logged |= {name for _, _, metrics in world.notes.validations for name in metrics}
     names = {name if "greedy/score" in name else name.replace("val_greedy/", "val/") for name in logged}
