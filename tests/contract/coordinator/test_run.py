@@ -118,7 +118,7 @@ async def test_the_event_file_has_rolls_names(world: Any) -> None:
 
 
 def documented_names() -> list[re.Pattern[str]]:
-    """Patterns of the names in docs/metrics.md, all with a slash: braces are alternatives, what is in angles is free."""
+    """Patterns of the names in docs/metrics.md, all with a slash; braces are alternatives, angles are free."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text()
     patterns = []
     for name in re.findall(r"^\| `([^`]+/[^`]+)` \|", page, flags=re.MULTILINE):
