@@ -104,7 +104,7 @@ def versions_of(trajectory: Any, turn: Any) -> set[int]:
 
 
 async def test_a_few_changed_tensors_arrive_as_changes(bench: Any) -> None:
-    whole = (await bench.update(WAIT))[1].received_bytes
+    whole = (await bench.update(WAIT))[0].payload_bytes
     for only in ("layers.4.input_layernorm", "layers.0.self_attn.k_proj", "embed_tokens"):
         manifest, answer = await bench.update(WAIT, 0.05, only)
         assert answer.digest == manifest.digest
