@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -91,7 +91,7 @@ def test_weights_served_are_the_weights_trained(launched: Run) -> None:
     assert [step for step, _ in served] == list(range(STEPS + 1))
     assert len({digest for _, digest in served}) == STEPS + 1, "training changed nothing"
     exported = load_file(launched.path / "export" / "final" / "model.safetensors")
-    tensors = [(name, hashlib.sha256(tensor.tobytes()).digest()) for name, tensor in exported.items()]
+    tensors = [(name, blake3(tensor.tobytes()).digest()) for name, tensor in exported.items()]
     assert served[-1][1] == weights_digest(tensors)
 
 

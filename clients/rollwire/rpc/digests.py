@@ -39,8 +39,20 @@ class TensorHasher(Protocol):
 
 
 def tensor_hasher() -> TensorHasher:
-    """Returns the hash function of tensors."""
-    return hashlib.sha256()
+    """Returns the hash function of tensors: BLAKE3, on this machine about three times as fast as SHA-256.
+
+    Raises:
+        ModuleNotFoundError: The package `blake3` is not installed. Only what sends or receives weights needs it.
+    """
+    try:
+        from blake3 import blake3
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "weights cannot be verified without the package blake3; install rollwire[learner] or rollwire[rollout]",
+            name="blake3",
+        ) from error
+    hasher: TensorHasher = blake3()
+    return hasher
 
 
 def tensor_digest(data: bytes | bytearray | memoryview) -> bytes:

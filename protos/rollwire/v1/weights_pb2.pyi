@@ -171,7 +171,10 @@ class TensorSpec(google.protobuf.message.Message):
     byte_size: builtins.int
     """Size of the decoded tensor in bytes: product of `shape` times the element size."""
     digest: builtins.bytes
-    """SHA-256 (32 bytes) of the decoded tensor's row-major little-endian bytes."""
+    """BLAKE3 (32 bytes, without key) of the decoded tensor's row-major little-endian bytes. BLAKE3 is specified at
+    https://github.com/BLAKE3-team/BLAKE3-specs; packages: `blake3` (Rust, Python), `lukechampine.com/blake3` (Go),
+    `@noble/hashes` (JavaScript), the C library of the BLAKE3 team.
+    """
     encoding: global___TensorEncoding.ValueType
     """How the payload is encoded."""
     payload_offset: builtins.int
