@@ -15,9 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rollwire.client.learner import LearnerClient
 from rollwire.rpc.errors import RollwireError
+from rollwire.serving.model_tensors import held_digest
 from rollwire.v1 import learner_pb2
 
 from .conftest import EXAMPLE, ROOT, command, environment, finished_run
@@ -117,6 +120,12 @@ async def test_torchrun_starts_the_ranks(start: Callable[..., Learner], tmp_path
     learner = start(run)
     answer = await _train(learner.address(), _samples(4, 40))
     assert answer.version.step == 1 and answer.metrics["actor/skipped_steps"] == 0
+    async with LearnerClient(learner.address()) as client:
+        request = learner_pb2.ExportRequest(name="two-ranks")
+        request.fence.run_id, request.fence.epoch = "test", 1
+        exported = await client.export(request)
+    model = AutoModelForCausalLM.from_pretrained(exported.path)
+    assert held_digest(model, torch.float32) == answer.digest  # whole, and what was published
     learner.processes[0].terminate()
     learner.processes[0].wait(60)
 

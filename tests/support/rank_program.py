@@ -159,8 +159,10 @@ def main() -> None:
     configure_logging("learner", level="ERROR")
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # gloo of torch 2.10 writes to the standard output
     for number, line in enumerate(sys.stdin):
-        print(json.dumps(run(json.loads(line), store.port, number)), flush=True)
+        print(json.dumps(run(json.loads(line), store.port, number)), flush=True, file=answers)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,8 @@ class Trainer:
             "actor_train/tokens": float(tokens),
             "actor_train/tokens_per_second": tokens / (trained - started),
         }
+        if self.policy.loss_scale.dynamic:
+            metrics["actor_train/loss_scale"] = self.policy.loss_scale.value
         return TrainedStep(manifest, finite(metrics), ended - started)
 
     @on_all_ranks

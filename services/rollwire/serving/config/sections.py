@@ -204,9 +204,9 @@ class LearnerSection(Section):
     """Number of ranks, one device each. On one host `rollwire serve learner` starts them; on several, torchrun does."""
 
     sharding: Literal["zero2", "zero3"] = "zero2"
-    """How ranks share the parameters while they compute: `zero2` gathers a layer once for forward and backward,
-    `zero3` gathers it for each, which takes less memory and more communication. Masters, gradients and moments are
-    sharded in both."""
+    """How ranks share the parameters while they compute: `zero2` gathers all once per optimizer step and reduces
+    gradients at its end, `zero3` gathers a layer whenever it computes and reduces after every pass: less memory, more
+    communication. Masters and moments are sharded in both."""
 
     fsdp_size: NotNegative = 0
     """Ranks that parameters are sharded over; the groups of so many ranks hold copies (hybrid sharding). 0 is all."""
