@@ -11,12 +11,14 @@ from torch import Tensor
 from rollwire.learner.distributed import Ranks
 from rollwire.learner.gradients import LossScale
 from rollwire.learner.logprobs import Head, TokenScores, score_hidden, score_logits
+from rollwire.learner.lora import add_adapters, served_name
 from rollwire.learner.samples import PaddedBatch
 from rollwire.learner.sharding import COMPUTE_TYPES, Sharding, spread
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.config.models import RunConfig
 from rollwire.serving.logs import get_logger
 from rollwire.serving.model_files import load_model
+from rollwire.serving.model_tensors import SERVING_TYPES
 from rollwire.serving.server import ServeError
 
 _log = get_logger(__name__)
@@ -76,7 +78,14 @@ class Policy:
 
     @property
     def parameters(self) -> int:
-        """Number of trainable parameters; tied ones count once."""
+        """Number of parameters without those of adapters; tied ones count once."""
+        return sum(
+            parameter.numel() for name, parameter in self.model.named_parameters() if served_name(name) is not None
+        )
+
+    @property
+    def trainable_parameters(self) -> int:
+        """Number of parameters that training changes; tied ones count once."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
     def token_scores(self, batch: PaddedBatch, temperature: float, *, entropy_gradient: bool = False) -> TokenScores:
@@ -130,6 +139,8 @@ def load_policy(config: RunConfig, accelerator: Accelerator, ranks: Ranks | None
     # Where parameters are sharded, layer after layer goes from the host to the device and only its shard stays there.
     first_place = accelerator.device if ranks.meshes is None else torch.device("cpu")
     model = load_model(config.model, torch.float32, first_place, accelerator.attention)
+    if config.learner.lora.rank:
+        add_adapters(model, config.learner.lora, SERVING_TYPES[config.model.dtype], config.run.seed)
     sharding = spread(model, config.learner, ranks)
     try:
         policy = Policy(model, accelerator.device, config.learner.precision, ranks, sharding)
@@ -144,6 +155,7 @@ def load_policy(config: RunConfig, accelerator: Accelerator, ranks: Ranks | None
         "policy loaded",
         architecture=type(model).__name__,
         parameters=policy.parameters,
+        trainable_parameters=policy.trainable_parameters,
         precision=config.learner.precision,
         attention=model.config._attn_implementation,
         logits="wanted positions" if policy.head_is_separable else "all positions",

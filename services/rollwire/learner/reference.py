@@ -11,6 +11,7 @@ from rollwire.learner.distributed import Ranks
 from rollwire.learner.model import Policy, load_policy
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.config.models import RunConfig
+from rollwire.serving.config.sections import LoraSection
 from rollwire.serving.logs import get_logger
 
 _log = get_logger(__name__)
@@ -61,8 +62,12 @@ def load_reference(config: RunConfig, accelerator: Accelerator, ranks: Ranks | N
     if not config.needs_reference:
         return None
     path = config.learner.reference.path or config.model.path
-    changes: dict[str, object] = {"model": config.model.model_copy(update={"path": path})}
+    learner: dict[str, object] = {"lora": LoraSection()}
     if accelerator.device.type != "cpu" and ranks is not None and ranks.meshes is not None:
-        changes["learner"] = config.learner.model_copy(update={"cpu_offload": True})
+        learner["cpu_offload"] = True
+    changes = {
+        "model": config.model.model_copy(update={"path": path}),
+        "learner": config.learner.model_copy(update=learner),
+    }
     _log.info("loading the reference", path=path)
     return Reference(load_policy(config.model_copy(update=changes), accelerator, ranks))

@@ -131,6 +131,7 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
             digest=present.digest,
             model_architecture=type(policy.model).__name__,
             parameters=policy.parameters,
+            trainable_parameters=policy.trainable_parameters,
             vocabulary_size=loaded.limits.vocabulary_size,
             max_sequence_tokens=loaded.limits.max_tokens,
             device=policy.device.type,

@@ -197,6 +197,31 @@ class ReferenceSection(Section):
     """Model, as for `model.path`, which is the default: the policy as it starts."""
 
 
+class LoraSection(Section):
+    """Low-rank adapters: only they are trained, and the policy's own weights stay as they are."""
+
+    rank: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Rank of the adapters; 0 trains all weights. Needs the extra `lora`."""
+
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Adapters are multiplied by this divided by their rank."""
+
+    target_modules: Literal["auto"] | list[str] = "auto"
+    """Modules that get adapters, by the last part of their name, such as `q_proj`; `auto` is every linear module of the
+    transformer's layers."""
+
+    @model_validator(mode="after")
+    def _used(self) -> LoraSection:
+        if not self.rank and (self.alpha != LoraSection.model_fields["alpha"].default or self.target_modules != "auto"):
+            raise ValueError(
+                "learner.lora is configured, but learner.lora.rank is 0: there are no adapters; remove it, or set "
+                "the rank"
+            )
+        if not self.target_modules:
+            raise ValueError("learner.lora.target_modules is empty; name modules such as q_proj, or choose auto")
+        return self
+
+
 class LearnerSection(Section):
     """The learner."""
 
@@ -240,6 +265,9 @@ class LearnerSection(Section):
     reference: ReferenceSection = ReferenceSection()
     """The reference."""
 
+    lora: LoraSection = LoraSection()
+    """Low-rank adapters."""
+
     torch_threads: NotNegative = 1
     """Threads of one learner rank on CPU; 0 lets torch decide."""
 
@@ -249,6 +277,12 @@ class LearnerSection(Section):
             raise ValueError(
                 f"learner.world_size is {self.world_size}, which learner.tensor_parallel_size="
                 f"{self.tensor_parallel_size} does not divide; choose a multiple"
+            )
+        if self.lora.rank and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"learner.lora.rank is {self.lora.rank} and learner.tensor_parallel_size is "
+                f"{self.tensor_parallel_size}; layers with adapters cannot be split: set "
+                "learner.tensor_parallel_size=1, sharding remains"
             )
         shared = self.world_size // self.tensor_parallel_size
         if self.fsdp_size and shared % self.fsdp_size:
