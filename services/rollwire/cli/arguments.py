@@ -12,7 +12,7 @@ RunArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [KEY=VALUE]...",
-        help="YAML file, then settings that override it, such as run.max_steps=10.",
+        help="YAML file, then settings that override it, such as run.max_steps=10. Without a file a run is resumed.",
         show_default=False,
     ),
 ]
@@ -25,6 +25,15 @@ ServeArguments = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN_DIR",
+        help="Go on with the run in this directory, under its stored configuration.",
+        show_default=False,
+    ),
+]
 Target = Annotated[
     str, typer.Argument(metavar="TARGET", help="Run directory, or HOST:PORT of the coordinator.", show_default=False)
 ]

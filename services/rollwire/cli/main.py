@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rollwire.cli.arguments import DryRun, RunArguments, ServeArguments, Target
+from rollwire.cli.arguments import DryRun, Resume, RunArguments, ServeArguments, Target
 from rollwire.cli.errors import user_errors
 
 # A command whose arguments another command line reads.
@@ -43,21 +43,22 @@ def launch(
     arguments: RunArguments = None,
     launcher: Annotated[Literal["local"], typer.Option(help="Where the servers run.")] = "local",
     dry_run: DryRun = False,
+    resume: Resume = None,
 ) -> None:
     """Start all servers on this host and train."""
     with user_errors():
         from rollwire.cli.train import launch_command
 
-        launch_command(arguments, dry_run=dry_run)
+        launch_command(arguments, dry_run=dry_run, resume=resume)
 
 
 @app.command()
-def train(arguments: RunArguments = None, dry_run: DryRun = False) -> None:
+def train(arguments: RunArguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
     """Train with servers that run already, at the addresses under `services`."""
     with user_errors():
         from rollwire.cli.train import train_command
 
-        train_command(arguments, dry_run=dry_run)
+        train_command(arguments, dry_run=dry_run, resume=resume)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -13,12 +14,13 @@ from rollwire.cli.arguments import split_run_arguments
 from rollwire.cli.dry_run import print_dry_run
 from rollwire.cli.interrupts import EXIT_STATUS, Interrupts
 from rollwire.cli.progress import Progress
+from rollwire.cli.resume import ResumedRun, find_resumed, how_to_resume
 from rollwire.cli.summary import print_summary
-from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.errors import ResumeError, RunError
 from rollwire.coordinator.launcher import LocalLauncher
 from rollwire.coordinator.peers import check_addresses
-from rollwire.coordinator.run import RunSummary, run_training
-from rollwire.coordinator.run_dir import RunDir, create_run_dir
+from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
+from rollwire.coordinator.run_dir import RunDir, create_run_dir, sole_coordinator, write_config
 from rollwire.coordinator.status import RunStatus
 from rollwire.serving.config import RunConfig, load_config
 from rollwire.serving.logs import configure_logging
@@ -29,19 +31,23 @@ from rollwire.v1 import coordinator_pb2
 DEATH_DELAY_S: Final = 0.5
 
 
-def launch_command(arguments: Sequence[str] | None, *, dry_run: bool) -> None:
+def launch_command(arguments: Sequence[str] | None, *, dry_run: bool, resume: Path | None = None) -> None:
     """Starts all servers on this host and trains. Raises `ConfigError`, `ServeError` or `RunError`."""
-    _command(arguments, dry_run=dry_run, launch=True)
+    _command(arguments, dry_run=dry_run, launch=True, resume=resume)
 
 
-def train_command(arguments: Sequence[str] | None, *, dry_run: bool) -> None:
+def train_command(arguments: Sequence[str] | None, *, dry_run: bool, resume: Path | None = None) -> None:
     """Trains against the servers under `services`. Raises `ConfigError` or `RunError`."""
-    _command(arguments, dry_run=dry_run, launch=False)
+    _command(arguments, dry_run=dry_run, launch=False, resume=resume)
 
 
-def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool) -> None:
-    path, overrides = split_run_arguments(arguments)
-    config = load_config(path, overrides)
+def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool, resume: Path | None) -> None:
+    if resume is not None:
+        resumed = find_resumed(resume, arguments)
+        config = resumed.config
+    else:
+        resumed = None
+        config = load_config(*split_run_arguments(arguments))
     console = Console()
     if dry_run:
         print_dry_run(console, config, launch=launch)
@@ -51,48 +57,65 @@ def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool) ->
         model_source(config.model)
     else:
         check_addresses(config.services)
-    run_dir = create_run_dir(config, datetime.now().astimezone())
+    run_dir = resumed.run_dir if resumed is not None else create_run_dir(config, datetime.now().astimezone())
     console.print(f"run directory  {run_dir.path}", markup=False, highlight=False, soft_wrap=True)
+    with sole_coordinator(run_dir):
+        if resumed is not None:
+            write_config(run_dir, config)
+        _run(console, config, run_dir, launch=launch, resumed=resumed)
+
+
+def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, resumed: ResumedRun | None) -> None:
+    """Runs to the end and prints the summary."""
     launcher = LocalLauncher(config, run_dir) if launch else None
     progress = Progress(console, config.run.name, config.run.max_steps)
     interrupts = Interrupts(
         on_first=lambda: progress.on_notice("ending the run; press Ctrl-C again to end it at once"),
         on_second=lambda: _give_up(console, launcher),
     )
-    with (run_dir.log_dir / "coordinator.log").open("w", encoding="utf-8") as log, progress:
+    order = ResumeOrder(resumed.exact) if resumed is not None else None
+    with (run_dir.log_dir / "coordinator.log").open("a", encoding="utf-8") as log, progress:
         configure_logging("coordinator", stream=log)
         try:
-            summary = asyncio.run(_supervised(config, run_dir, progress.status, launcher, interrupts))
+            summary = asyncio.run(_supervised(config, run_dir, progress.status, launcher, interrupts, order))
         except asyncio.CancelledError:
             if interrupts.received is None:
                 raise
             summary = None
         except (RunError, ServeError) as error:
+            if progress.status.began and not isinstance(error, ResumeError):
+                raise RunError(f"{error}\n  {how_to_resume(run_dir, launch=launch)}") from error
             # Where the message names a log file, a person will want to read it.
-            if not progress.status.began and str(run_dir.path) not in str(error):
+            if resumed is None and str(run_dir.path) not in str(error):
                 run_dir.remove()
             raise
     if summary is None:
         assert interrupts.received is not None
         console.print(f"ended by {interrupts.received.name} after {progress.status.step} steps")
+        console.print(how_to_resume(run_dir, launch=launch), markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(EXIT_STATUS[interrupts.received])
     print_summary(console, summary, run_dir)
 
 
 async def _supervised(
-    config: RunConfig, run_dir: RunDir, status: RunStatus, launcher: LocalLauncher | None, interrupts: Interrupts
+    config: RunConfig,
+    run_dir: RunDir,
+    status: RunStatus,
+    launcher: LocalLauncher | None,
+    interrupts: Interrupts,
+    resume: ResumeOrder | None,
 ) -> RunSummary:
     """Runs, with servers of its own when there is a launcher; afterwards those are gone."""
     task = asyncio.current_task()
     assert task is not None
     interrupts.install(task)
     if launcher is None:
-        return await run_training(config, run_dir, status)
+        return await run_training(config, run_dir, status, resume=resume)
     try:
         status.begin_phase("starting the servers")
         services = await launcher.start()
         config = config.model_copy(update={"services": services})
-        run = run_training(config, run_dir, status, children=lambda: launcher.pids)
+        run = run_training(config, run_dir, status, resume=resume, children=lambda: launcher.pids)
         return await _beside(launcher, status, run)
     finally:
         status.begin_phase("stopping the servers")

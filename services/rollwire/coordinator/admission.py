@@ -12,6 +12,7 @@ old before its turn. With `k = 0` this means: exactly the groups of the step, in
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -38,8 +39,27 @@ class Admission:
         self._taken: list[int] = []
         self._consumed = 0
         self._completions = 0
+        self._gaps: list[int] = []
         self.step = 0
         self.next_index = 0
+
+    def restore(self, step: int, ended: Collection[int], complete: Mapping[int, int]) -> None:
+        """Goes on where an earlier incarnation stopped.
+
+        Groups that were running then are lost; they are started again, under their index.
+
+        Args:
+            step: Batches consumed.
+            ended: Indices of all groups that were completed or dropped.
+            complete: Those of them that wait for a step, ascending, with the step at which each was started.
+        """
+        self.step = step
+        self._consumed = step * self._groups_per_step
+        self.next_index = max(ended, default=-1) + 1
+        self._gaps = sorted(set(range(self.next_index)) - set(ended))
+        for index, started_at in complete.items():
+            self._waiting[index] = _Group(started_at)
+            self.complete(index)
 
     @property
     def running(self) -> int:
@@ -54,8 +74,11 @@ class Admission:
     def start(self) -> int:
         """Starts the next group and returns its index."""
         assert self.free_places() > 0, "a group was started without a free place"
-        index = self.next_index
-        self.next_index += 1
+        if self._gaps:
+            index = self._gaps.pop(0)
+        else:
+            index = self.next_index
+            self.next_index += 1
         self._waiting[index] = _Group(started_at=self.step)
         return index
 

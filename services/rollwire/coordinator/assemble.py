@@ -8,6 +8,8 @@ from typing import Final
 
 from rollwire.coordinator.admission import Admission
 from rollwire.coordinator.budgets import Budgets, FailureBudget
+from rollwire.coordinator.checkpoints import CheckpointKeeper
+from rollwire.coordinator.journaled import JournaledTraining
 from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.logprob_gap import Bound, choose_bound
 from rollwire.coordinator.logprob_guard import LogprobGuard
@@ -77,6 +79,7 @@ def build_parts(
         config.sampling.temperature,
         probing=config.max_staleness > 0,
     )
+    preparer = BatchPreparer(config, SampleScorer(peers.learner, config, budgets, status.notice))
     tracker = Tracker(run_dir.event_dir, run_dir.path)
     text_every_steps = config.tracking.text_samples_every_steps
     transcripts = Transcripts(config.model.path) if text_every_steps else None
@@ -93,8 +96,11 @@ def build_parts(
         pool=pool,
         player=player,
         pump=pump,
-        preparer=BatchPreparer(config, SampleScorer(peers.learner, config, budgets, status.notice)),
-        trainer=StepTrainer(peers.learner, config, fence, budgets, status.notice),
+        preparer=preparer,
+        training=JournaledTraining(
+            ledger, StepTrainer(peers.learner, config, fence, budgets, status.notice), preparer, status
+        ),
+        checkpoints=CheckpointKeeper(peers.learner, config, fence, ledger, status),
         guard=guard,
         budget=budget,
         resident=ResidentMemory(peers, children),

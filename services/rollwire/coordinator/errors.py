@@ -10,3 +10,7 @@ ERROR_PREFIX: Final = "error: "
 
 class RunError(Exception):
     """The run cannot go on; the text is one line for the user: what happened, where, what to do."""
+
+
+class ResumeError(RunError):
+    """The run can be resumed neither from a checkpoint nor from the learner as it is."""

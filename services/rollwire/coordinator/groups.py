@@ -8,6 +8,7 @@ leaving episodes out.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.duration_pb2 import Duration
@@ -118,6 +119,16 @@ class GroupProgress:
         self._tally = tally
         self._results: dict[int, trajectory_pb2.Trajectory] = {}
         self._pending: set[int] = set()
+
+    @classmethod
+    def restored(
+        cls, plan: GroupPlan, attempts: int, trajectories: Sequence[trajectory_pb2.Trajectory]
+    ) -> GroupProgress:
+        """Returns a complete group as the ledger has it; its episodes were counted when they were played."""
+        progress = cls(plan, attempts, Tally())
+        progress.attempt = attempts
+        progress._results = {trajectory.episode_index: trajectory for trajectory in trajectories}
+        return progress
 
     @property
     def missing(self) -> list[int]:

@@ -50,12 +50,14 @@ class Child:
         kind: Kind of server.
         process: The process, leader of its own session.
         log_file: Where its output goes.
+        log_begin: Bytes that earlier processes of a resumed run wrote there.
         ready_file: Appears when its port is bound.
     """
 
     kind: Kind
     process: asyncio.subprocess.Process
     log_file: Path
+    log_begin: int
     ready_file: Path
 
 
@@ -179,7 +181,10 @@ class LocalLauncher:
 
     async def _spawn(self, kind: Kind) -> Child:
         log_file = self._run_dir.log_dir / f"{kind}.log"
-        with log_file.open("wb") as log:
+        ready_file = ready_file_of(kind, self._run_dir.path)
+        ready_file.unlink(missing_ok=True)  # of a process that was killed
+        with log_file.open("ab") as log:
+            log_begin = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *self._command(kind, self._run_dir.path),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -188,7 +193,7 @@ class LocalLauncher:
                 env=child_environment(kind, self._config),
                 start_new_session=True,
             )
-        return Child(kind, process, log_file, ready_file_of(kind, self._run_dir.path))
+        return Child(kind, process, log_file, log_begin, ready_file)
 
     def _raise_if_dead(self) -> None:
         death = self.death()
@@ -199,7 +204,7 @@ class LocalLauncher:
 def _obituary(child: Child, status: int) -> str:
     """Says which server ended, how, and its own last words."""
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    lines = _last_lines(child.log_file)
+    lines = _last_lines(child.log_file, child.log_begin)
     errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
     if errors:
         return f"the {child.kind} server {how}: {errors[-1]}"
@@ -207,10 +212,10 @@ def _obituary(child: Child, status: int) -> str:
     return f"the {child.kind} server {how}; its log is {child.log_file}{', which ends:' if shown else ''}{shown}"
 
 
-def _last_lines(path: Path) -> list[str]:
+def _last_lines(path: Path, begin: int) -> list[str]:
     with path.open("rb") as log:
         log.seek(0, os.SEEK_END)
-        log.seek(max(0, log.tell() - _READ_BYTES))
+        log.seek(max(begin, log.tell() - _READ_BYTES))
         return log.read().decode(errors="replace").splitlines()
 
 

@@ -7,17 +7,28 @@ Cancelling a caller does not tear a transaction: it happens as a whole or not at
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from rollwire.coordinator.ledger_schema import GroupRecord, GroupState, StepPlan, ValidationRecord, VersionRecord
+from rollwire.coordinator.journal import Journal, JournalStep, WaitingGroup
+from rollwire.coordinator.ledger_schema import (
+    CheckpointRecord,
+    GroupRecord,
+    GroupState,
+    RunRecord,
+    StepPlan,
+    StepResult,
+    ValidationRecord,
+    VersionRecord,
+)
 from rollwire.coordinator.ledger_store import LedgerStore
+from rollwire.coordinator.run_dir import LEDGER_FILE
 from rollwire.rpc.limits import MIB
+from rollwire.v1 import trajectory_pb2
 
-FILE_NAME: Final = "run.db"
+FILE_NAME: Final = LEDGER_FILE
 KEEP_RECORDS_BYTES: Final = 1024 * MIB
 """Trajectory records that stay in the file; older ones keep their id and score only."""
 
@@ -39,20 +50,20 @@ class Ledger:
         self._writer = writer
 
     @classmethod
-    async def create(cls, run_dir: Path, run_id: str, name: str, config: str, created: datetime) -> Self:
+    async def create(cls, run_dir: Path, run: RunRecord) -> Self:
         """Makes the ledger of a new run. Raises `LedgerError`."""
-        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
-
-        def make() -> tuple[LedgerStore, int]:
-            store = LedgerStore(run_dir / FILE_NAME)
-            return store, store.create(run_id, name, config, created.isoformat(timespec="seconds"))
-
-        try:
-            store, epoch = await asyncio.get_running_loop().run_in_executor(writer, make)
-        except BaseException:
-            writer.shutdown(wait=False)
-            raise
+        store, writer, epoch = await _open(run_dir, lambda store: store.create(run))
         return cls(store, writer, epoch)
+
+    @classmethod
+    async def resume(cls, run_dir: Path, config: str) -> tuple[Self, Journal]:
+        """Goes on with the ledger of a run, as another incarnation; returns what the earlier ones did as well.
+
+        Raises:
+            LedgerError: It cannot be used.
+        """
+        store, writer, journal = await _open(run_dir, lambda store: store.resume(config))
+        return cls(store, writer, journal.epoch), journal
 
     async def set_state(self, state: str) -> None:
         """Records the state of the run."""
@@ -70,11 +81,23 @@ class Ledger:
         """Records what a step is about to train."""
         await self._write(self._store.plan_step, plan)
 
-    async def commit_step(self, step: int, lineage: str, version_after: int, metrics: Mapping[str, float]) -> None:
+    async def commit_step(self, result: StepResult) -> None:
         """Records that a planned step is done, and keeps the file within its size."""
-        await self._write(self._store.commit_step, step, lineage, version_after, metrics)
-        if step % PRUNE_EVERY_STEPS == 0:
+        await self._write(self._store.commit_step, result)
+        if result.step % PRUNE_EVERY_STEPS == 0:
             await self._write(self._store.prune, KEEP_RECORDS_BYTES)
+
+    async def add_checkpoint(self, record: CheckpointRecord, keep: int) -> None:
+        """Records a checkpoint; only the `keep` newest ones stay."""
+        await self._write(self._store.add_checkpoint, record, keep)
+
+    async def step_groups(self, step: JournalStep) -> list[list[trajectory_pb2.Trajectory]]:
+        """Returns the trajectories that a step was planned with; empty when they are no longer there."""
+        return await self._write(self._store.step_groups, step)
+
+    async def waiting_groups(self) -> list[WaitingGroup]:
+        """Returns the groups that were accepted and that no step has consumed."""
+        return await self._write(self._store.waiting_groups)
 
     async def add_version(self, record: VersionRecord) -> None:
         """Records that a rollout server activated a version."""
@@ -91,3 +114,21 @@ class Ledger:
 
     async def _write(self, method: Callable[..., _Result], *arguments: Any) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._writer, method, *arguments)
+
+
+async def _open(
+    run_dir: Path, begin: Callable[[LedgerStore], _Result]
+) -> tuple[LedgerStore, ThreadPoolExecutor, _Result]:
+    """Opens the file in a thread of its own and does the first thing with it."""
+    writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+
+    def make() -> tuple[LedgerStore, _Result]:
+        store = LedgerStore(run_dir / FILE_NAME)
+        return store, begin(store)
+
+    try:
+        store, result = await asyncio.get_running_loop().run_in_executor(writer, make)
+    except BaseException:
+        writer.shutdown(wait=False)
+        raise
+    return store, writer, result

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from rollwire.v1 import trajectory_pb2, weights_pb2
 
-FORMAT_VERSION: Final = 1
-"""Raised when an older build could not read the file any more."""
+FORMAT_VERSION: Final = 2
+"""Raised when another build could not go on with the file any more; 2 brought what a resumed run needs."""
 
 GroupState = Literal["accepted", "consumed", "failed", "stale"]
 """`accepted` waits for its step, `consumed` was in one, `failed` ran out of attempts, `stale` was too old to train."""
@@ -24,6 +24,8 @@ SCHEMA: Final = (
         format_version INTEGER NOT NULL,
         config TEXT NOT NULL,
         created TEXT NOT NULL,
+        event_dir TEXT NOT NULL,
+        working_dir TEXT NOT NULL,
         state TEXT NOT NULL
     )
     """,
@@ -70,6 +72,8 @@ SCHEMA: Final = (
         digest BLOB NOT NULL,
         state TEXT NOT NULL CHECK (state IN ('planned', 'committed')),
         metrics TEXT,
+        weights_digest BLOB,
+        progress TEXT,
         PRIMARY KEY (lineage, step)
     )
     """,
@@ -106,9 +110,100 @@ SCHEMA: Final = (
         PRIMARY KEY (kind, step, environment_tag, start_index)
     )
     """,
+    """
+    CREATE TABLE checkpoints (
+        name TEXT PRIMARY KEY,
+        step INTEGER NOT NULL,
+        lineage TEXT NOT NULL,
+        version INTEGER NOT NULL,
+        digest BLOB NOT NULL,
+        path TEXT NOT NULL,
+        bytes INTEGER NOT NULL
+    )
+    """,
     "CREATE INDEX trajectories_by_step ON trajectories (accepted_step)",
     "CREATE INDEX step_trajectories_by_step ON step_trajectories (lineage, step)",
 )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A new run.
+
+    Attributes:
+        run_id: Identifier.
+        name: Name as configured.
+        config: Resolved configuration as YAML.
+        created: When, as ISO 8601.
+        event_dir: Directory of event files.
+        working_dir: What relative paths of the configuration are relative to.
+    """
+
+    run_id: str
+    name: str
+    config: str
+    created: str
+    event_dir: str
+    working_dir: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has done up to a step, and what its next step depends on beside the weights.
+
+    Attributes:
+        samples: Trajectories consumed.
+        trained: Those of them that entered an optimizer step.
+        tokens: Tokens of those consumed.
+        kl_coefficient: Coefficient of the divergence in the next step.
+    """
+
+    samples: int = 0
+    trained: int = 0
+    tokens: int = 0
+    kl_coefficient: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did.
+
+    Attributes:
+        step: Number of the step.
+        lineage: Lineage of the weights.
+        version_after: Step of the version reached; the version before when nothing was trained.
+        weights_digest: Digest of that version.
+        metrics: What batch and learner reported.
+        progress: What the run has done with it.
+    """
+
+    step: int
+    lineage: str
+    version_after: int
+    weights_digest: bytes
+    metrics: Mapping[str, float]
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A checkpoint that the learner holds.
+
+    Attributes:
+        name: Its name.
+        step: Training steps done.
+        version: Version that it holds.
+        digest: SHA-256 of its manifest.
+        path: Where it is on the learner's host.
+        size: Bytes of its files.
+    """
+
+    name: str
+    step: int
+    version: weights_pb2.WeightVersion
+    digest: bytes
+    path: str
+    size: int
 
 
 @dataclass(frozen=True)

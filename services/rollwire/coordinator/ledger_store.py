@@ -9,19 +9,32 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.groups import reason_name
+from rollwire.coordinator.journal import (
+    Execute,
+    Journal,
+    JournalStep,
+    WaitingGroup,
+    read_journal,
+    read_step_groups,
+    read_waiting_groups,
+)
 from rollwire.coordinator.ledger_schema import (
     FORMAT_VERSION,
     SCHEMA,
+    CheckpointRecord,
     GroupRecord,
     GroupState,
+    RunRecord,
     StepPlan,
+    StepResult,
     ValidationRecord,
     VersionRecord,
 )
@@ -30,11 +43,13 @@ from rollwire.v1 import trajectory_pb2
 BUSY_TIMEOUT_S: Final = 10.0
 """How long a write waits for a reader that holds the file, such as a report being made."""
 
-Execute = Callable[..., sqlite3.Cursor]
-
 
 class LedgerError(RunError):
     """The ledger cannot be read or written, or refuses what would break an invariant."""
+
+
+class OtherBatchError(LedgerError):
+    """A step was planned before with another batch."""
 
 
 class LedgerStore:
@@ -51,17 +66,33 @@ class LedgerStore:
             self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.execute("PRAGMA foreign_keys = ON")
 
-    def create(self, run_id: str, name: str, config: str, created: str) -> int:
+    def create(self, run: RunRecord) -> int:
         """Writes the schema and the run into a new file and returns the epoch, 1."""
         with self._transaction() as execute:
             for statement in SCHEMA:
                 execute(statement)
             execute(
-                "INSERT INTO run (id, run_id, name, epoch, format_version, config, created, state) "
-                "VALUES (1, ?, ?, 1, ?, ?, ?, 'starting')",
-                (run_id, name, FORMAT_VERSION, config, created),
+                "INSERT INTO run (id, run_id, name, epoch, format_version, config, created, event_dir, working_dir, "
+                "state) VALUES (1, ?, ?, 1, ?, ?, ?, ?, ?, 'starting')",
+                (run.run_id, run.name, FORMAT_VERSION, run.config, run.created, run.event_dir, run.working_dir),
             )
         return 1
+
+    def resume(self, config: str) -> Journal:
+        """Begins another incarnation of the run, with its configuration, and returns what the earlier ones did."""
+        with self._transaction() as execute:
+            execute("UPDATE run SET epoch = epoch + 1, config = ?, state = 'starting'", (config,))
+            return read_journal(execute)
+
+    def step_groups(self, step: JournalStep) -> list[list[trajectory_pb2.Trajectory]]:
+        """Returns the trajectories that a step was planned with, see `journal.read_step_groups`."""
+        with self._explained():
+            return read_step_groups(self._connection.execute, step)
+
+    def waiting_groups(self) -> list[WaitingGroup]:
+        """Returns the groups that were accepted and that no step has consumed."""
+        with self._explained():
+            return read_waiting_groups(self._connection.execute)
 
     def set_state(self, state: str) -> None:
         """Records the state of the run, such as `running` or `finished`."""
@@ -105,7 +136,8 @@ class LedgerStore:
         """Records what a step is about to train, before the learner is asked. Repeating the same plan changes nothing.
 
         Raises:
-            LedgerError: A trajectory entered another step of the lineage, or the step was planned with another batch.
+            OtherBatchError: The step was planned with another batch.
+            LedgerError: A trajectory entered another step of the lineage.
         """
         lineage = plan.base.lineage
         with self._transaction() as execute:
@@ -113,7 +145,7 @@ class LedgerStore:
             if known is not None:
                 if known[0] == plan.digest:
                     return
-                raise LedgerError(f"step {plan.step} of {lineage} was planned before with another batch")
+                raise OtherBatchError(f"step {plan.step} of {lineage} was planned before with another batch")
             execute(
                 "INSERT INTO steps (lineage, step, version_before, digest, state) VALUES (?, ?, ?, ?, 'planned')",
                 (lineage, plan.step, plan.base.step, plan.digest),
@@ -125,34 +157,56 @@ class LedgerStore:
                         (lineage, trajectory_id, plan.step, trained),
                     )
 
-    def commit_step(self, step: int, lineage: str, version_after: int, metrics: Mapping[str, float]) -> None:
-        """Records that a planned step is done.
-
-        Args:
-            step: Number of the step.
-            lineage: Lineage of the weights.
-            version_after: Step of the version reached; the version before when nothing was trained.
-            metrics: What the learner reported.
+    def commit_step(self, result: StepResult) -> None:
+        """Records that a planned step is done. Repeating the same result changes nothing.
 
         Raises:
             LedgerError: The step is not planned.
         """
+        key = (result.lineage, result.step)
         with self._transaction() as execute:
             changed = execute(
-                "UPDATE steps SET state = 'committed', version_after = ?, metrics = ? "
-                "WHERE lineage = ? AND step = ? AND state = 'planned'",
-                (version_after, json.dumps(dict(metrics)), lineage, step),
+                "UPDATE steps SET state = 'committed', version_after = ?, metrics = ?, weights_digest = ?, "
+                "progress = ? WHERE lineage = ? AND step = ? AND state = 'planned'",
+                (
+                    result.version_after,
+                    json.dumps(dict(result.metrics)),
+                    result.weights_digest,
+                    json.dumps(asdict(result.progress)),
+                    *key,
+                ),
             ).rowcount
             if changed != 1:
-                raise LedgerError(f"step {step} of {lineage} is not planned, so it cannot be committed")
+                known = execute("SELECT weights_digest FROM steps WHERE lineage = ? AND step = ?", key).fetchone()
+                if known == (result.weights_digest,):
+                    return
+                raise LedgerError(f"step {result.step} of {result.lineage} is not planned, so it cannot be committed")
             execute(
                 "UPDATE groups SET state = 'consumed' WHERE group_id IN (SELECT group_id FROM trajectories "
                 "JOIN step_trajectories USING (trajectory_id) WHERE lineage = ? AND step = ?)",
-                (lineage, step),
+                key,
+            )
+
+    def add_checkpoint(self, record: CheckpointRecord, keep: int) -> None:
+        """Records a checkpoint, and forgets all but the `keep` recorded last."""
+        version = record.version
+        row = (record.name, record.step, version.lineage, version.step, record.digest, record.path, record.size)
+        with self._transaction() as execute:
+            execute(
+                "INSERT OR REPLACE INTO checkpoints (name, step, lineage, version, digest, path, bytes) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                row,
+            )
+            execute(
+                "DELETE FROM checkpoints WHERE rowid NOT IN "
+                "(SELECT rowid FROM checkpoints ORDER BY rowid DESC LIMIT ?)",
+                (keep,),
             )
 
     def prune(self, keep_bytes: int) -> int:
         """Empties the records of the oldest trajectories that no step waits for until the rest fits.
+
+        What a run would have to train again from its oldest checkpoint on stays.
 
         Args:
             keep_bytes: Size of all records that may remain. Ids and scores always stay.
@@ -165,7 +219,9 @@ class LedgerStore:
             victims: list[tuple[str]] = []
             rows = execute(
                 "SELECT trajectory_id, LENGTH(record) FROM trajectories JOIN groups USING (group_id) "
-                "WHERE state != 'accepted' AND record IS NOT NULL ORDER BY accepted_step, group_index"
+                "WHERE state != 'accepted' AND record IS NOT NULL AND trajectory_id NOT IN (SELECT trajectory_id "
+                "FROM step_trajectories WHERE step >= (SELECT MIN(step) FROM checkpoints)) "
+                "ORDER BY accepted_step, group_index"
             )
             for trajectory_id, size in rows:
                 if total <= keep_bytes:
@@ -195,12 +251,12 @@ class LedgerStore:
             )
 
     def add_validation(self, records: Sequence[ValidationRecord]) -> None:
-        """Records the episodes of one validation."""
+        """Records the episodes of one validation; one that is played again replaces the first."""
         with self._transaction() as execute:
             for item in records:
                 execute(
-                    "INSERT INTO validations (kind, step, environment_tag, start_index, environment_seed, score) "
-                    "VALUES (?, ?, ?, ?, ?, ?)",
+                    "INSERT OR REPLACE INTO validations "
+                    "(kind, step, environment_tag, start_index, environment_seed, score) VALUES (?, ?, ?, ?, ?, ?)",
                     (item.kind, item.step, item.environment_tag, item.start_index, item.environment_seed, item.score),
                 )
 

@@ -7,20 +7,19 @@ at 0, and so does the validation of version 0; the validation after the last ste
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollwire.coordinator.batch import Batch
 from rollwire.coordinator.budgets import FailureBudget
+from rollwire.coordinator.checkpoints import CheckpointKeeper
 from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.journaled import JournaledTraining, Position, tokens_of
 from rollwire.coordinator.ledger import Ledger
-from rollwire.coordinator.ledger_schema import StepPlan
 from rollwire.coordinator.logprob_guard import LogprobGuard
 from rollwire.coordinator.metrics import (
     Metrics,
     Throughput,
     batch_metrics,
-    count_tokens,
-    finite_metrics,
     scheduler_metrics,
     staleness_metrics,
     validation_metrics,
@@ -33,12 +32,9 @@ from rollwire.coordinator.recorder import Recorder
 from rollwire.coordinator.resident import ResidentMemory
 from rollwire.coordinator.rollout_pool import RolloutPool
 from rollwire.coordinator.status import RunStatus
-from rollwire.coordinator.training import StepTrainer
 from rollwire.coordinator.validation import validate
-from rollwire.rpc.digests import samples_digest
 from rollwire.serving.config import RunConfig
 from rollwire.serving.config.sections import SamplingSection
-from rollwire.v1 import weights_pb2
 
 
 @dataclass(frozen=True)
@@ -54,27 +50,11 @@ class Parts:
     player: GroupPlayer
     pump: RolloutPump
     preparer: BatchPreparer
-    trainer: StepTrainer
+    training: JournaledTraining
+    checkpoints: CheckpointKeeper
     guard: LogprobGuard
     budget: FailureBudget
     resident: ResidentMemory
-
-
-@dataclass
-class Totals:
-    """What a run has done so far.
-
-    Attributes:
-        samples: Trajectories consumed.
-        trained: Those of them that entered an optimizer step.
-        tokens: Tokens of those trajectories.
-        validations: Steps done and metrics of each validation, in order.
-    """
-
-    samples: int = 0
-    trained: int = 0
-    tokens: int = 0
-    validations: list[tuple[int, str, Metrics]] = field(default_factory=list)
 
 
 class Stopwatch:
@@ -101,31 +81,31 @@ class StepLoop:
 
     Args:
         parts: Its parts.
-        version: Version that the learner is at.
-        digest: Digest of that version.
+        position: Where it begins; kept up to date.
     """
 
-    def __init__(self, parts: Parts, version: weights_pb2.WeightVersion, digest: bytes) -> None:
-        self.totals = Totals()
+    def __init__(self, parts: Parts, position: Position) -> None:
+        self.totals = position.totals
         self._parts = parts
-        self._version = version
-        self._digest = digest
+        self._at = position
         self._throughput = Throughput()
 
     async def run(self) -> None:
-        """Validates, makes every step, validates again. Raises `RunError`."""
+        """Validates, makes every step that is left, validates again. Raises `RunError`."""
         parts, status = self._parts, self._parts.status
         status.begin_phase("pushing weights")
-        status.version = self._version
-        await parts.pool.push(self._version, self._digest)
-        await self._validate(0)
-        parts.pump.start(self._version)
-        for step in range(parts.config.run.max_steps):
-            if status.stop_cause is not None:
-                return
-            await self._step(step)
-            if self._validation_due(step + 1):
-                await self._validate(step + 1)
+        status.version, status.step = self._at.version, self._at.step
+        await parts.pool.push(self._at.version, self._at.digest)
+        if parts.checkpoints.due(self._at.step):
+            await parts.checkpoints.save(self._at.step, self._at.version)
+        await self._validate_if_due()
+        parts.pump.start(self._at.version)
+        while self._at.step < parts.config.run.max_steps and status.stop_cause is None:
+            await self._step(self._at.step)
+            await self._validate_if_due()
+        await parts.checkpoints.save(self._at.step, self._at.version)
+        if self._at.step < parts.config.run.max_steps:
+            return
         assert parts.pump.tally.in_flight == 0, "requested = completed + failed does not hold"
         if parts.config.validation.greedy_at_end and parts.config.validation.episodes > 0:
             greedy = SamplingSection(temperature=0.0)
@@ -139,57 +119,32 @@ class StepLoop:
         taken = await parts.pump.next_batch()
         watch.lap("step_rollout")
         parts.status.begin_phase("training")
-        batch = await parts.preparer.prepare(taken.groups, parts.guard.comparable(self._version), watch.lap)
-        gap = await parts.guard.measure(self._version, batch)
-        metrics = {**gap, **await self._train(step, batch)}
+        batch = await parts.preparer.prepare(taken.groups, parts.guard.comparable(self._at.version), watch.lap)
+        gap = await parts.guard.measure(self._at.version, batch)
+        metrics = {**gap, **await parts.training.train(self._at, batch)}
         await self._check_gap(step, metrics)
         watch.lap("step_train")
         parts.status.begin_phase("pushing weights")
         if batch.samples:
-            report = await parts.pool.push(self._version, self._digest)
+            report = await parts.pool.push(self._at.version, self._at.digest)
             metrics["weights/sync_seconds"] = report.seconds
             metrics["weights/sync_bytes"] = float(report.received_bytes)
             metrics["weights/pause_seconds"] = report.pause_s
         watch.lap("step_model_update")
-        parts.pump.advance(self._version)
+        parts.pump.advance(self._at.version)
         parts.status.step = step + 1
+        await self._save_if_due(metrics, watch)
         metrics.update(self._describe(step, batch, taken))
         watch.lap("step_compute_data_metrics")
         await parts.recorder.texts(step, batch.consumed)
         watch.lap("step_log")
         seconds = watch.total_s
-        tokens = sum(count_tokens(trajectory).total for trajectory in batch.consumed)
-        self.totals.tokens += tokens
-        metrics["system/tps"] = self._throughput.add(tokens, seconds)
+        metrics["system/tps"] = self._throughput.add(tokens_of(batch.consumed), seconds)
         metrics["time/step_total"] = seconds
         metrics.update(watch.metrics)
         metrics.update(await parts.resident.measure())
         await parts.recorder.scalars(step, metrics)
         parts.status.observer.on_step(step, metrics)
-
-    async def _train(self, step: int, batch: Batch) -> Metrics:
-        """Journals the plan, trains, journals the result; returns the metrics, nothing if no sample was left.
-
-        A batch without samples costs no training: the version stays, and the step counts.
-        """
-        parts, base = self._parts, self._version
-        plan = StepPlan(
-            step=step,
-            base=base,
-            digest=samples_digest(batch.samples),
-            trained=[trajectory.trajectory_id for trajectory in batch.trained],
-            filtered=[trajectory.trajectory_id for trajectory in batch.filtered],
-        )
-        await parts.ledger.plan_step(plan)
-        metrics = finite_metrics(batch.metrics)
-        if batch.samples:
-            response = await parts.trainer.train(step, base, batch.samples, batch.kl_coefficient)
-            metrics |= finite_metrics(response.metrics)
-            metrics["time/learner_step"] = response.duration.ToNanoseconds() / 1e9
-            self._version, self._digest = response.version, response.digest
-        await parts.ledger.commit_step(step, base.lineage, self._version.step, metrics)
-        parts.status.version = self._version
-        return metrics
 
     async def _check_gap(self, step: int, metrics: Metrics) -> None:
         """Ends the run when engine and learner disagree; what was measured is logged before."""
@@ -200,10 +155,8 @@ class StepLoop:
             raise
 
     def _describe(self, step: int, batch: Batch, taken: TakenBatch) -> Metrics:
-        """Returns the metrics of a step's data and scheduling, and adds the step to the totals."""
+        """Returns the metrics of a step's data and scheduling."""
         parts = self._parts
-        self.totals.samples += len(batch.consumed)
-        self.totals.trained += len(batch.trained)
         return {
             **batch_metrics(batch),
             **scheduler_metrics(parts.pump.tally, parts.pump.dropped),
@@ -213,20 +166,33 @@ class StepLoop:
             "system/step": float(step),
         }
 
-    def _validation_due(self, steps_done: int) -> bool:
-        every = self._parts.config.validation.every_steps
-        return steps_done == self._parts.config.run.max_steps or (every > 0 and steps_done % every == 0)
+    async def _save_if_due(self, metrics: Metrics, watch: Stopwatch) -> None:
+        """Saves a checkpoint, except after the last step: that one follows the loop, however it ends."""
+        steps_done, checkpoints = self._at.step, self._parts.checkpoints
+        if steps_done == self._parts.config.run.max_steps or not checkpoints.due(steps_done):
+            return
+        size = await checkpoints.save(steps_done, self._at.version)
+        if size is not None:
+            metrics["checkpoint/bytes"] = size
+        watch.lap("actor_train/do_checkpoint/total")
 
-    async def _validate(self, steps_done: int) -> None:
-        if self._parts.config.validation.episodes > 0:
-            await self._play_validation("val", steps_done, self._parts.config.validation.sampling)
+    async def _validate_if_due(self) -> None:
+        """Validates after the first, the last, and every so many steps, unless that was done before."""
+        steps_done, settings = self._at.step, self._parts.config.validation
+        due = steps_done in (0, self._parts.config.run.max_steps) or (
+            settings.every_steps > 0 and steps_done % settings.every_steps == 0
+        )
+        if due and settings.episodes > 0:
+            await self._play_validation("val", steps_done, settings.sampling)
 
     async def _play_validation(self, kind: str, steps_done: int, sampling: SamplingSection) -> None:
-        """Plays the validation set and logs it at the number of steps done."""
+        """Plays the validation set and logs it at the number of steps done, unless that was done before."""
+        if any(done[:2] == (steps_done, kind) for done in self.totals.validations):
+            return
         parts, watch = self._parts, Stopwatch()
         plans = parts.planner.validation_groups(kind, steps_done, sampling)
         parts.status.begin_phase("validating", len(plans))
-        result = await validate(kind, steps_done, plans, parts.player, parts.budget, self._version)
+        result = await validate(kind, steps_done, plans, parts.player, parts.budget, self._at.version)
         await parts.ledger.add_validation(result.records)
         watch.lap("step_val")
         metrics = validation_metrics(result.trajectories, kind)

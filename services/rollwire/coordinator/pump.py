@@ -8,6 +8,7 @@ difference between the two.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from rollwire.coordinator.admission import Admission
@@ -15,6 +16,7 @@ from rollwire.coordinator.budgets import FailureBudget
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.groups import GroupProgress, Tally
 from rollwire.coordinator.intake import ProtocolError, oldest_step
+from rollwire.coordinator.journal import Journal, WaitingGroup
 from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.ledger_schema import GroupRecord
 from rollwire.coordinator.planner import Planner
@@ -80,6 +82,38 @@ class RolloutPump:
     def in_flight(self) -> int:
         """Number of groups being played."""
         return len(self._tasks)
+
+    async def restore(
+        self, step: int, journal: Journal, waiting: Sequence[WaitingGroup], version: weights_pb2.WeightVersion
+    ) -> None:
+        """Goes on where an earlier incarnation stopped; nothing that it acknowledged is lost.
+
+        A waiting group that other weights than the present lineage's have played is given up as stale, and replaced.
+
+        Args:
+            step: Steps done.
+            journal: What the earlier incarnations did.
+            waiting: Complete groups that no step has consumed.
+            version: Version that the learner is at.
+        """
+        self.tally.completed = journal.completed_episodes
+        self.tally.failed = journal.failed_episodes.copy()
+        self.tally.requested = self.tally.completed + self.tally.failed.total()
+        self.dropped = journal.dropped_groups
+        started: dict[int, int] = {}
+        for group in waiting:
+            plan = self._planner.training_group(group.index)
+            progress = GroupProgress.restored(plan, group.attempts, group.trajectories)
+            try:
+                oldest = min(oldest_step(item, version.lineage, version.step) for item in group.trajectories)
+            except ProtocolError:
+                await self._ledger.drop_group(_record(progress), "stale")
+                self.dropped += 1
+                continue
+            self._complete[group.index] = progress
+            # Weights that are n versions old were served n steps ago at least.
+            started[group.index] = max(0, step - (version.step - oldest))
+        self._admission.restore(step, journal.known_indices, started)
 
     def start(self, version: weights_pb2.WeightVersion) -> None:
         """Starts playing with the version that all servers hold now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from rollwire.coordinator.logged import Logged
 from rollwire.coordinator.metrics import finite_metrics
 from rollwire.coordinator.status import RunStatus
 from rollwire.coordinator.tracking import Tracker
@@ -32,6 +33,10 @@ class Recorder:
         self._transcripts = transcripts
         self._status = status
         self._text_every_steps = text_every_steps
+
+    async def go_on(self, logged: Logged) -> None:
+        """Continues what an earlier incarnation logged. Raises `RunError` when the disk refuses."""
+        await asyncio.to_thread(self._tracker.go_on, logged)
 
     async def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes scalars. Raises `RunError` when the disk refuses."""

@@ -6,20 +6,28 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import structlog
 
 from rollwire.coordinator.assemble import build_parts
 from rollwire.coordinator.budgets import Budgets
-from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.checkpoint_loading import CheckpointLoader
+from rollwire.coordinator.errors import ResumeError, RunError
+from rollwire.coordinator.journal import Journal
+from rollwire.coordinator.journaled import Position, Totals
 from rollwire.coordinator.ledger import Ledger
-from rollwire.coordinator.loop import StepLoop, Totals
+from rollwire.coordinator.ledger_schema import RunRecord
+from rollwire.coordinator.logged import read_logged
+from rollwire.coordinator.loop import StepLoop
 from rollwire.coordinator.peers import Peers
 from rollwire.coordinator.preflight import check_fit
+from rollwire.coordinator.resume import Resumption
 from rollwire.coordinator.run_dir import RunDir
 from rollwire.coordinator.service import CoordinatorServer
 from rollwire.coordinator.status import RunStatus
+from rollwire.coordinator.tracking import METRICS_FILE
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.ids import new_id
 from rollwire.rpc.versions import version_text
@@ -32,7 +40,8 @@ from rollwire.v1 import coordinator_pb2, learner_pb2, trajectory_pb2
 EXPORT_NAME: Final = "final"
 STATUS_GRACE_S: Final = 1.0
 
-_RUN_ID_CHARS: Final = 40
+# So that the names of checkpoints, which begin with the id, stay names.
+_RUN_ID_CHARS: Final = 30
 _log = get_logger(__name__)
 
 
@@ -55,11 +64,23 @@ class RunSummary:
     stop_cause: str | None
 
 
+@dataclass(frozen=True)
+class ResumeOrder:
+    """A run is to go on that was started before.
+
+    Attributes:
+        exact: False if its configuration was changed such that results differ by rounding.
+    """
+
+    exact: bool = True
+
+
 async def run_training(
     config: RunConfig,
     run_dir: RunDir,
     status: RunStatus,
     *,
+    resume: ResumeOrder | None = None,
     budgets: Budgets | None = None,
     children: Callable[[], Mapping[str, int]] = dict,
 ) -> RunSummary:
@@ -69,16 +90,17 @@ async def run_training(
         config: The run, with the addresses of its servers.
         run_dir: Its directory.
         status: Is kept up to date; its observer is told what happens.
+        resume: How to go on with the run that is in the directory; None for a new one.
         budgets: Bounds of retries; None for the defaults.
         children: Process ids of servers on this host by kind, for memory metrics.
 
     Raises:
         RunError: The run cannot go on; the text is for the user.
     """
-    status.run_id = new_id(config.run.name[:_RUN_ID_CHARS])
-    structlog.contextvars.bind_contextvars(run=status.run_id)
     async with AsyncExitStack() as stack:
-        ledger = await stack.enter_async_context(_ledger(config, run_dir, status))
+        ledger, journal = await stack.enter_async_context(_ledger(config, run_dir, status, resume))
+        if journal is not None:
+            _check_length(config, journal)
         peers = await stack.enter_async_context(Peers(config.services))
         service = CoordinatorServer(status, peers)
         await stack.enter_async_context(
@@ -89,28 +111,53 @@ async def run_training(
         await peers.wait_ready(config.timeouts.ready_s)
         found = await peers.describe()
         check_fit(config, found)
-        if found.learner.version.step:
+        if found.learner.version.step and journal is None:
             status.notice(f"the learner is at {version_text(found.learner.version)}; the run goes on from there")
-        parts = build_parts(config, run_dir, status, ledger, peers, found, budgets or Budgets(), children, stack)
+        budgets = budgets or Budgets()
+        parts = build_parts(config, run_dir, status, ledger, peers, found, budgets, children, stack)
         status.began = True
         if status.stop_cause is None:
             status.state = coordinator_pb2.RUN_STATE_RUNNING
-        loop = StepLoop(parts, found.learner.version, found.learner.digest)
+        fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
+        position = Position(0, found.learner.version, found.learner.digest)
+        if resume is not None and journal is not None:
+            loader = CheckpointLoader(peers.learner, fence, config.timeouts.train_s, budgets, status.notice)
+            logged = await asyncio.to_thread(read_logged, run_dir.path / METRICS_FILE)
+            resumption = Resumption(parts, journal, logged, loader, exact=resume.exact)
+            position = await resumption.run(found.learner)
+        loop = StepLoop(parts, position)
         await loop.run()
         status.begin_phase("exporting")
-        path = await _export(peers, trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch))
+        path = await _export(peers, fence)
         return RunSummary(loop.totals, status.step, status.elapsed_s, path, status.stop_cause)
 
 
 @asynccontextmanager
-async def _ledger(config: RunConfig, run_dir: RunDir, status: RunStatus) -> AsyncIterator[Ledger]:
-    """Opens the ledger and records how the run ends."""
-    ledger = await Ledger.create(run_dir.path, status.run_id, config.run.name, dump_config(config), run_dir.created)
+async def _ledger(
+    config: RunConfig, run_dir: RunDir, status: RunStatus, resume: ResumeOrder | None
+) -> AsyncIterator[tuple[Ledger, Journal | None]]:
+    """Opens the ledger and records how the run ends; yields what an earlier incarnation left as well."""
+    journal: Journal | None = None
+    if resume is None:
+        status.run_id = new_id(config.run.name[:_RUN_ID_CHARS])
+        run = RunRecord(
+            run_id=status.run_id,
+            name=config.run.name,
+            config=dump_config(config),
+            created=run_dir.created.isoformat(timespec="seconds"),
+            event_dir=str(run_dir.event_dir),
+            working_dir=str(Path.cwd()),
+        )
+        ledger = await Ledger.create(run_dir.path, run)
+    else:
+        ledger, journal = await Ledger.resume(run_dir.path, dump_config(config))
+        status.run_id = journal.run_id
+    structlog.contextvars.bind_contextvars(run=status.run_id)
     status.epoch = ledger.epoch
     end = "failed"
     try:
         await ledger.set_state("running")
-        yield ledger
+        yield ledger, journal
         end = "finished" if status.stop_cause is None else "stopped"
         status.state = coordinator_pb2.RUN_STATE_FINISHED
     except asyncio.CancelledError:
@@ -122,6 +169,14 @@ async def _ledger(config: RunConfig, run_dir: RunDir, status: RunStatus) -> Asyn
         with suppress(RunError):  # what ended the run says more than that the ledger cannot be written
             await ledger.set_state(end)
         await ledger.close()
+
+
+def _check_length(config: RunConfig, journal: Journal) -> None:
+    if config.run.max_steps < len(journal.steps):
+        raise ResumeError(
+            f"run.max_steps is {config.run.max_steps}, but the run has begun {len(journal.steps)} steps; allowed: at "
+            "least so many"
+        )
 
 
 async def _export(peers: Peers, fence: trajectory_pb2.Fence) -> str:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+import sqlite3
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.ledger_schema import FORMAT_VERSION
 from rollwire.serving.config import RunConfig
 from rollwire.serving.config.loader import dump_config
 
 CONFIG_FILE: Final = "config.yaml"
+LEDGER_FILE: Final = "run.db"
 LOG_DIR: Final = "logs"
 ADDRESS_FILE: Final = "coordinator.json"
 _MAX_RUNS_PER_SECOND: Final = 100
@@ -86,6 +92,80 @@ def create_run_dir(config: RunConfig, now: datetime) -> RunDir:
         ) from error
     log_dir = config.tracking.log_dir or str(Path(config.run.output_dir) / "tensorboard")
     return RunDir(path, Path(log_dir).absolute() / config.run.name / path.name, now)
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run that was started before.
+
+    Attributes:
+        run_dir: Its directory.
+        working_dir: What relative paths of its configuration are relative to.
+        state: How it ended, as far as its ledger knows.
+    """
+
+    run_dir: RunDir
+    working_dir: Path
+    state: str
+
+
+def open_run_dir(path: Path) -> StoredRun:
+    """Returns the places of a run that was started before.
+
+    Raises:
+        RunError: There is none, or another build made it.
+    """
+    path = path.absolute()
+    if not (path / LEDGER_FILE).is_file() or not (path / CONFIG_FILE).is_file():
+        raise RunError(
+            f"{path} is no run directory: it has no {LEDGER_FILE} or no {CONFIG_FILE}; give the directory that the run "
+            "printed as `run directory`"
+        )
+    try:
+        with closing(sqlite3.connect(f"{(path / LEDGER_FILE).as_uri()}?mode=ro", uri=True)) as ledger:
+            (found_format,) = ledger.execute("SELECT format_version FROM run").fetchone()
+            if found_format != FORMAT_VERSION:
+                raise RunError(
+                    f"the ledger in {path} has format {found_format}; this build goes on with format {FORMAT_VERSION}: "
+                    "resume it with the build that made it"
+                )
+            created, event_dir, working_dir, state = ledger.execute(
+                "SELECT created, event_dir, working_dir, state FROM run"
+            ).fetchone()
+    except sqlite3.Error as error:
+        raise RunError(f"the ledger in {path} cannot be read: {error}") from error
+    run_dir = RunDir(path, Path(event_dir), datetime.fromisoformat(created))
+    return StoredRun(run_dir, Path(working_dir), state)
+
+
+@contextmanager
+def sole_coordinator(run_dir: RunDir) -> Iterator[None]:
+    """Holds a run against a second coordinator on this host; the kernel ends that with the process.
+
+    Raises:
+        RunError: The run goes on in another process.
+    """
+    descriptor = os.open(run_dir.path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(
+                f"the run in {run_dir.path} goes on in another process; stop it with `rollwire stop {run_dir.path}`"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_config(run_dir: RunDir, config: RunConfig) -> None:
+    """Replaces the stored configuration, as a whole. Raises `RunError`."""
+    partial = run_dir.config_file.with_suffix(".new")
+    try:
+        partial.write_text(dump_config(config), encoding="utf-8")
+        partial.replace(run_dir.config_file)
+    except OSError as error:
+        raise RunError(f"{run_dir.config_file} cannot be written: {error.strerror or error}") from error
 
 
 def _rename_to_free_name(partial: Path, parent: Path, timestamp: str) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.logged import Logged
 from rollwire.coordinator.metrics import finite_metrics
 
 METRICS_FILE: Final = "metrics.jsonl"
@@ -31,16 +32,22 @@ class Tracker:
         self._jsonl_path = run_dir / METRICS_FILE
         self._jsonl: IO[str] | None = None
         self._events: Any = None
+        self._purged_from: int | None = None
+
+    def go_on(self, logged: Logged) -> None:
+        """Continues what an earlier incarnation logged, in a new event file: from its next step on nothing is there.
+
+        What it had logged beyond that, validations, is written again.
+        """
+        self._purged_from = logged.steps
+        for step, metrics in logged.later:
+            self._write(_scalars(step, metrics), None)
 
     def log_scalars(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes values at `step`; values that are not finite are left out. Raises `RunError`."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
         values = finite_metrics(metrics)
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
         line = json.dumps({"step": step, "time": round(time.time(), 3), **values}, allow_nan=False)
-        self._write(Event(wall_time=time.time(), step=step, summary=summary), line)
+        self._write(_scalars(step, values), line)
 
     def log_text(self, step: int, name: str, markdown: str) -> None:
         """Writes a text at `step`, shown by TensorBoard's text tab. Raises `RunError`."""
@@ -73,6 +80,8 @@ class Tracker:
             if self._events is None:
                 self.event_dir.mkdir(parents=True, exist_ok=True)
                 self._events = EventFileWriter(str(self.event_dir))
+                if self._purged_from is not None:
+                    self._events.add_event(_restart(self._purged_from))
                 self._jsonl = self._jsonl_path.open("a", encoding="utf-8")
             self._events.add_event(event)
             self._events.flush()
@@ -81,3 +90,18 @@ class Tracker:
                 self._jsonl.flush()
         except OSError as error:
             raise RunError(f"metrics cannot be written to {self.event_dir} or {self._jsonl_path}: {error}") from error
+
+
+def _scalars(step: int, values: Mapping[str, float]) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+    return Event(wall_time=time.time(), step=step, summary=summary)
+
+
+def _restart(step: int) -> Any:
+    """Returns the event on which readers drop what earlier files have at a step and after it."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    return Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))

@@ -15,12 +15,12 @@ import grpc
 import pytest
 
 from rollwire.coordinator.budgets import Budgets
-from rollwire.coordinator.run import RunSummary, run_training
+from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
 from rollwire.coordinator.run_dir import RunDir, create_run_dir
 from rollwire.coordinator.status import RunStatus
 from rollwire.rpc.digests import samples_digest
 from rollwire.rpc.errors import Reason, RollwireError, exhausted, precondition
-from rollwire.serving.config import load_config
+from rollwire.serving.config import RunConfig, load_config
 from rollwire.serving.server import Binding, Readiness, serving
 from rollwire.v1 import (
     environment_pb2,
@@ -109,6 +109,14 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
         self.left_out = 0
         self.scored_models: list[int] = []
         self.before_score: Callable[[], None] = lambda: None
+        self.checkpoints: dict[str, tuple[str, int, dict[int, bytes]]] = {}
+        self.before_save: Callable[[], None] = lambda: None
+        self.damaged: set[str] = set()
+        self.loads: list[tuple[str, bool]] = []
+
+    def restart(self) -> None:
+        """Forgets what a process forgets that is started again; checkpoints are on disk."""
+        self.lineage, self.step, self.answers = f"{self.lineage}-restarted", 0, {}
 
     async def GetInfo(self, request: Any, context: Any) -> learner_pb2.LearnerServiceGetInfoResponse:
         return learner_pb2.LearnerServiceGetInfoResponse(
@@ -151,6 +159,7 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
             metrics={
                 "actor/pg_loss": 0.5,
                 "actor_train/grad_norm": 1.0,
+                "actor_train/loss_scale": 1.0,
                 "critic/entropy/mean": 0.25,
                 "time/actor_train/train_step/total": 0.1,
                 **(CRITIC_METRICS if header.train_critic else {}),
@@ -175,6 +184,32 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
                 found = {"values" if critic else "logprobs": [value if wanted else 0.0 for wanted in mask]}
                 response.scores.add(sample_id=sample.sample_id, **found)
             yield response
+
+    async def SaveCheckpoint(
+        self, request: learner_pb2.SaveCheckpointRequest, context: Any
+    ) -> learner_pb2.SaveCheckpointResponse:
+        self.before_save()
+        self.checkpoints[request.name] = (self.lineage, self.step, dict(self.answers))
+        for name in list(self.checkpoints)[: -request.keep] if request.keep else []:
+            del self.checkpoints[name]
+        version = weights_pb2.WeightVersion(lineage=self.lineage, step=self.step)
+        return learner_pb2.SaveCheckpointResponse(path=f"/checkpoints/{request.name}", version=version, bytes=5)
+
+    async def LoadCheckpoint(
+        self, request: learner_pb2.LoadCheckpointRequest, context: Any
+    ) -> learner_pb2.LoadCheckpointResponse:
+        assert request.fence.run_id and request.fence.epoch >= 2
+        if request.name in self.damaged:
+            raise RollwireError(grpc.StatusCode.DATA_LOSS, Reason.CHECKPOINT_CORRUPT, "a shard was changed")
+        lineage, step, answers = self.checkpoints[request.name]
+        assert request.version == weights_pb2.WeightVersion(lineage=lineage, step=step)
+        self.loads.append((request.name, request.new_lineage))
+        if request.new_lineage:
+            lineage, step, answers = f"{lineage}-new", 0, {}
+        self.lineage, self.step, self.answers = lineage, step, dict(answers)
+        return learner_pb2.LoadCheckpointResponse(
+            version=weights_pb2.WeightVersion(lineage=lineage, step=step), digest=self.digest_of(step)
+        )
 
     async def Export(self, request: learner_pb2.ExportRequest, context: Any) -> learner_pb2.ExportResponse:
         if request.name in self.exports:
@@ -385,12 +420,29 @@ class World:
 
     async def run(self, *overrides: str) -> RunSummary:
         """Runs three steps of two groups of two episodes unless overridden."""
+        config = self._config(*overrides)
+        self.run_dir = create_run_dir(config, datetime.now(UTC))
+        return await self._drive(config, None)
+
+    async def resume(self, *overrides: str, exact: bool = True) -> RunSummary:
+        """Goes on with the run, under the overrides that it was started with."""
+        assert self.run_dir is not None
+        self.notes = Notes()
+        return await self._drive(self._config(*overrides), ResumeOrder(exact))
+
+    async def _drive(self, config: RunConfig, order: ResumeOrder | None) -> RunSummary:
+        assert self.run_dir is not None
+        self.status = RunStatus(run_name=config.run.name, max_steps=config.run.max_steps, observer=self.notes)
+        run = run_training(config, self.run_dir, self.status, resume=order, budgets=self.budgets)
+        return await asyncio.wait_for(run, 90)
+
+    def _config(self, *overrides: str) -> RunConfig:
         addresses = {
             "environment": [self.hosts[self.environment].address],
             "rollout": [self.hosts[service].address for service in self.rollouts],
             "learner": [self.hosts[self.learner].address],
         }
-        config = load_config(
+        return load_config(
             None,
             [
                 f"run.output_dir={self.directory}",
@@ -408,9 +460,6 @@ class World:
                 *overrides,
             ],
         )
-        self.run_dir = create_run_dir(config, datetime.now(UTC))
-        self.status = RunStatus(run_name=config.run.name, max_steps=config.run.max_steps, observer=self.notes)
-        return await asyncio.wait_for(run_training(config, self.run_dir, self.status, budgets=self.budgets), 90)
 
 
 @pytest.fixture

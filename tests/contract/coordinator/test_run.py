@@ -132,7 +132,7 @@ async def test_every_scalar_is_documented_and_every_documented_one_exists(world:
     world.rollout.play = lambda request, episode: (
         boom if (request.group_id, request.attempt) == ("g00000000", 0) else play(request, episode)
     )
-    await world.run("validation.greedy_at_end=true")
+    await world.run("validation.greedy_at_end=true", "run.checkpoint_every_steps=2")
     world.learner.models += [learner_pb2.SCORED_MODEL_REFERENCE, learner_pb2.SCORED_MODEL_CRITIC]
     clips = ["algorithm.reward_clip=1", "algorithm.advantage_clip=1", "validation.episodes=0"]
     for advantage in ("gae", "gigpo"):

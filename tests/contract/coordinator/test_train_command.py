@@ -137,5 +137,7 @@ async def test_errors_of_a_run_are_one_line(world: Any, rollwire: Rollwire) -> N
     world.rollout.digest_of = lambda step: b"x" * 32
     status, _, errors = await finish(await rollwire("train", write_config(world)))
     assert status == 1
-    assert errors.startswith("error: the rollout server at 127.0.0.1:") and len(errors.splitlines()) == 1
+    problem, advice = errors.splitlines()
+    assert problem.startswith("error: the rollout server at 127.0.0.1:")
+    assert advice == f"  resume with: rollwire train --resume {run_dir(world)}"
     assert state(world) == "failed"

@@ -121,3 +121,47 @@ def test_any_order_of_events_ends_the_run_within_the_bounds(
                 consumed.extend(taken)
                 taken = []
     assert len(consumed) == len(set(consumed)) == max_steps * per_step
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(0, 2), st.integers(1, 6))
+def test_a_run_that_is_killed_at_any_time_goes_on_with_what_was_complete(
+    seed: int, per_step: int, staleness: int, max_steps: int
+) -> None:
+    """I2, I5: groups that were running are started again under their index; complete ones are consumed in time."""
+    order = random.Random(seed)
+    admission = Admission(per_step, staleness, max_steps)
+    started_at: dict[int, int] = {}
+    ended: set[int] = set()
+    waiting: set[int] = set()
+    consumed: list[int] = []
+    running: list[int] = []
+    kills = 0
+    while admission.step < max_steps:
+        for index in start_all(admission):
+            assert index not in ended
+            started_at[index] = admission.step
+            running.append(index)
+        batch = admission.ready()
+        choices = ["finish"] * bool(running) + ["train"] * (batch is not None) + ["kill"] * (kills < 20)
+        match order.choice(choices):
+            case "finish":
+                index = running.pop(order.randrange(len(running)))
+                ended.add(index)
+                if order.random() < 0.2:
+                    admission.drop(index)
+                else:
+                    admission.complete(index)
+                    waiting.add(index)
+            case "train":
+                assert batch is not None and all(admission.step - started_at[index] <= staleness for index in batch)
+                admission.take(batch)
+                admission.advance()
+                consumed.extend(batch)
+                waiting -= set(batch)
+            case "kill":
+                kills += 1
+                step, admission, running = admission.step, Admission(per_step, staleness, max_steps), []
+                admission.restore(step, ended, {index: started_at[index] for index in sorted(waiting)})
+    assert len(consumed) == len(set(consumed)) == max_steps * per_step
+    assert waiting == set() or staleness, "without staleness nothing complete is left over"

@@ -7,24 +7,33 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from rollwire.coordinator.ledger import Ledger
-from rollwire.coordinator.ledger_schema import GroupRecord, StepPlan, ValidationRecord, VersionRecord
+from rollwire.coordinator.ledger_schema import (
+    CheckpointRecord,
+    GroupRecord,
+    Progress,
+    RunRecord,
+    StepPlan,
+    StepResult,
+    ValidationRecord,
+    VersionRecord,
+)
 from rollwire.coordinator.ledger_store import LedgerError, LedgerStore
 from rollwire.v1 import trajectory_pb2, weights_pb2
 
 Maker = Callable[..., trajectory_pb2.Trajectory]
+RUN = RunRecord("run-1", "name", "run: {}", "2026-01-01T00:00:00+00:00", "/events", "/here")
 BASE = weights_pb2.WeightVersion(lineage="line", step=0)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LedgerStore]:
     store = LedgerStore(tmp_path / "run.db")
-    assert store.create("run-1", "name", "run: {}", "2026-01-01T00:00:00+00:00") == 1
+    assert store.create(RUN) == 1
     yield store
     store.close()
 
@@ -56,6 +65,10 @@ def plan(step: int, trained: list[str], filtered: list[str], digest: bytes = b"d
     return StepPlan(step=step, base=BASE, digest=digest, trained=trained, filtered=filtered)
 
 
+def result(step: int, metrics: dict[str, float] | None = None, digest: bytes = b"w" * 32) -> StepResult:
+    return StepResult(step, "line", step + 1, digest, metrics or {}, Progress(samples=4 * (step + 1)))
+
+
 def rows(store: LedgerStore, query: str) -> list[tuple[object, ...]]:
     with sqlite3.connect(store.path) as connection:
         return connection.execute(query).fetchall()
@@ -64,7 +77,7 @@ def rows(store: LedgerStore, query: str) -> list[tuple[object, ...]]:
 def test_the_file_is_as_durable_as_sqlite_can_be(store: LedgerStore) -> None:
     assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,)
-    assert rows(store, "SELECT run_id, epoch, format_version, state FROM run") == [("run-1", 1, 1, "starting")]
+    assert rows(store, "SELECT run_id, epoch, format_version, state FROM run") == [("run-1", 1, 2, "starting")]
 
 
 def test_an_accepted_group_is_there_with_its_trajectories_and_failures(
@@ -107,7 +120,7 @@ def test_a_trajectory_enters_one_step_of_a_lineage(store: LedgerStore, make_traj
     store.accept_group(record(make_trajectory, 0), step=0)
     ids = ["g00000000.0.0", "g00000000.1.0"]
     store.plan_step(plan(0, ids[:1], ids[1:]))
-    store.commit_step(0, "line", 1, {"actor/pg_loss": 0.5})
+    store.commit_step(result(0, {"actor/pg_loss": 0.5}))
     for trajectory_id in ids:
         with pytest.raises(LedgerError, match="UNIQUE"):
             store.plan_step(plan(1, [trajectory_id], []))
@@ -131,7 +144,7 @@ def test_only_what_was_accepted_can_be_planned_and_only_what_was_planned_committ
     with pytest.raises(LedgerError, match="FOREIGN KEY"):
         store.plan_step(plan(0, ["nobody"], []))
     with pytest.raises(LedgerError, match="not planned"):
-        store.commit_step(0, "line", 1, {})
+        store.commit_step(result(0))
 
 
 def test_dropped_groups_keep_their_failures(store: LedgerStore, make_trajectory: Maker) -> None:
@@ -148,7 +161,7 @@ def test_pruning_empties_the_oldest_consumed_records_only(store: LedgerStore, ma
     for step in range(2):
         ids = [f"g{step:08d}.{episode}.0" for episode in range(2)]
         store.plan_step(plan(step, ids, []))
-        store.commit_step(step, "line", step + 1, {})
+        store.commit_step(result(step))
     size = len(make_trajectory("g00000000", 0, 1.0).SerializeToString())
     assert store.prune(100 * size) == 0
     assert store.prune(3 * size) == 3
@@ -160,10 +173,37 @@ def test_pruning_empties_the_oldest_consumed_records_only(store: LedgerStore, ma
     assert store.prune(0) == 1, "what waits for its step is kept"
 
 
+def test_pruning_keeps_what_the_oldest_checkpoint_needs(store: LedgerStore, make_trajectory: Maker) -> None:
+    for step in range(4):
+        store.accept_group(record(make_trajectory, step), step=step)
+        store.plan_step(plan(step, [f"g{step:08d}.{episode}.0" for episode in range(2)], []))
+        store.commit_step(result(step))
+    for step in (0, 2, 3):
+        version = weights_pb2.WeightVersion(lineage="line", step=step)
+        store.add_checkpoint(CheckpointRecord(f"c{step}", step, version, b"", "/c", 1), keep=2)
+    assert rows(store, "SELECT name FROM checkpoints ORDER BY step") == [("c2",), ("c3",)]
+    assert store.prune(0) == 4
+    assert rows(store, "SELECT DISTINCT group_id FROM trajectories WHERE record IS NOT NULL ORDER BY 1") == [
+        ("g00000002",),
+        ("g00000003",),
+    ]
+
+
+def test_a_result_may_be_recorded_twice_but_not_changed(store: LedgerStore, make_trajectory: Maker) -> None:
+    store.accept_group(record(make_trajectory, 0), step=0)
+    store.plan_step(plan(0, ["g00000000.0.0"], ["g00000000.1.0"]))
+    store.commit_step(result(0, {"first": 1.0}))
+    store.commit_step(result(0, {"second": 2.0}))
+    assert rows(store, "SELECT metrics FROM steps") == [('{"first": 1.0}',)]
+    with pytest.raises(LedgerError, match="not planned"):
+        store.commit_step(result(0, digest=b"x" * 32))
+
+
 def test_versions_and_validations(store: LedgerStore) -> None:
     for received in (100, 0):  # a restarted server activates the version again
         store.add_version(VersionRecord(BASE, "127.0.0.1:1", b"d", received, 0.1, 0.2))
-    store.add_validation([ValidationRecord("val", 0, "FrozenLake", index, index, 1.0) for index in range(3)])
+    for score in (0.0, 1.0):  # a validation that was not logged is played again
+        store.add_validation([ValidationRecord("val", 0, "FrozenLake", index, index, score) for index in range(3)])
     assert rows(store, "SELECT step, target, received_bytes FROM versions") == [(0, "127.0.0.1:1", 0)]
     assert rows(store, "SELECT COUNT(*), SUM(score) FROM validations") == [(3, 3.0)]
 
@@ -226,7 +266,7 @@ def test_a_kill_in_the_middle_of_a_transaction_leaves_whole_groups_only(store: L
 async def test_the_writer_thread_keeps_order_and_a_cancelled_caller_tears_nothing(
     tmp_path: Path, make_trajectory: Maker
 ) -> None:
-    ledger = await Ledger.create(tmp_path, "run-1", "name", "", datetime.now(UTC))
+    ledger = await Ledger.create(tmp_path, RUN)
     tasks = [asyncio.create_task(ledger.accept_group(record(make_trajectory, index), 0)) for index in range(20)]
     await asyncio.sleep(0)
     tasks[0].cancel()

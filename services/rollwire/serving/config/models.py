@@ -37,6 +37,13 @@ class RunSection(Section):
     output_dir: str = "output"
     """Directory under which run directories and event files are written."""
 
+    checkpoint_every_steps: NotNegative = 20
+    """Save everything that a resumed run needs before the first step, after every so many, and at the end; 0 means only
+    at the end. See docs/checkpoints.md."""
+
+    keep_checkpoints: Positive = 2
+    """Checkpoints that stay, the ones saved last."""
+
     deterministic: bool = False
     """On CPU: two runs with the same seed give the same trajectories and weights, bit for bit."""
 

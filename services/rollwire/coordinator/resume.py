@@ -1,0 +1,175 @@
+"""Brings a run back to where its journal ends: the learner by a checkpoint, then by training the same batches again.
+
+Every step that was planned is trained with exactly the trajectories of its plan, so that nothing acknowledged is lost
+and nothing enters two steps of a lineage. The weights after each such step are compared with those of then. If they are
+the same, the lineage goes on. If not, as with kernels whose sums depend on timing, a version would mean two things:
+then the learner begins another lineage at the checkpoint, in which the batches are trained once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollwire.coordinator.checkpoint_loading import CheckpointLoader
+from rollwire.coordinator.errors import ResumeError
+from rollwire.coordinator.journal import Journal
+from rollwire.coordinator.journaled import DivergedError, Position, Totals
+from rollwire.coordinator.ledger_schema import Progress
+from rollwire.coordinator.ledger_store import OtherBatchError
+from rollwire.coordinator.logged import Logged
+from rollwire.coordinator.loop import Parts
+from rollwire.coordinator.metrics import batch_metrics
+from rollwire.rpc.versions import version_text
+from rollwire.v1 import learner_pb2, weights_pb2
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Where the learner is before anything is trained again.
+
+    Attributes:
+        step: Training steps done.
+        version: Its version.
+        digest: Digest of that version.
+        exact: True if what follows is compared with what followed then, in the same lineage.
+    """
+
+    step: int
+    version: weights_pb2.WeightVersion
+    digest: bytes
+    exact: bool
+
+
+class Resumption:
+    """Resumes one run.
+
+    Args:
+        parts: Its parts.
+        journal: What the earlier incarnations did.
+        logged: What they have logged.
+        loader: Has the learner load checkpoints.
+        exact: False if the configuration was changed such that results differ by rounding.
+    """
+
+    def __init__(
+        self, parts: Parts, journal: Journal, logged: Logged, loader: CheckpointLoader, *, exact: bool
+    ) -> None:
+        self._parts = parts
+        self._journal = journal
+        self._logged = logged
+        self._loader = loader
+        self._exact = exact
+
+    async def run(self, learner: learner_pb2.LearnerServiceGetInfoResponse) -> Position:
+        """Returns the position that the run goes on from.
+
+        Args:
+            learner: What the learner says about itself.
+
+        Raises:
+            ResumeError: Neither a checkpoint nor the learner can be gone on from.
+        """
+        parts, journal = self._parts, self._journal
+        parts.status.begin_phase("resuming")
+        await parts.recorder.go_on(self._logged)
+        start = await self._start(learner)
+        try:
+            position = await self._train_again(start)
+        except (DivergedError, OtherBatchError) as error:
+            parts.status.notice(f"{error}; the run goes on in a new lineage of weights")
+            position = await self._train_again(await self._begin_lineage())
+        await parts.pump.restore(position.step, journal, await parts.ledger.waiting_groups(), position.version)
+        position.totals.validations.extend(self._logged.validations)
+        parts.status.notice(
+            f"resumed after {position.step} steps at {version_text(position.version)}"
+            f"{f', of which {position.step - start.step} were trained again' if position.step > start.step else ''}"
+        )
+        return position
+
+    async def _start(self, learner: learner_pb2.LearnerServiceGetInfoResponse) -> _Start:
+        """Finds the nearest state of the learner: its present one, a checkpoint's, or that of the beginning."""
+        journal, loader = self._journal, self._loader
+        done = journal.committed
+        if self._goes_on(learner.version):
+            return _Start(done, self._version_at(done), learner.digest, exact=True)
+        for record in reversed(journal.checkpoints):
+            later = {step.before.lineage for step in journal.steps[record.step :]}
+            # A learner that is further on in this lineage has given its next versions another meaning.
+            used = learner.version.lineage == record.version.lineage and learner.version.step > record.version.step
+            exact = self._exact and later <= {record.version.lineage} and not used
+            loaded = await loader.load(record, new_lineage=not exact)
+            if loaded is not None:
+                if exact:
+                    self._parts.checkpoints.found(record.step)
+                return _Start(record.step, loaded.version, loaded.digest, exact)
+        return self._beginning(learner)
+
+    async def _begin_lineage(self) -> _Start:
+        """Goes back to the newest checkpoint, as the beginning of another lineage."""
+        for record in reversed(self._journal.checkpoints):
+            loaded = await self._loader.load(record, new_lineage=True)
+            if loaded is not None:
+                return _Start(record.step, loaded.version, loaded.digest, exact=False)
+        raise ResumeError("the run cannot be resumed: it has no checkpoint to begin another lineage from; start a new run")
+
+    def _goes_on(self, version: weights_pb2.WeightVersion) -> bool:
+        """Tells whether a learner that was not restarted is where the journal ends."""
+        journal = self._journal
+        if not self._exact or not journal.steps:
+            return False
+        done = journal.committed
+        present = self._version_at(done)
+        planned = journal.steps[done] if done < len(journal.steps) else None
+        ahead = planned is not None and planned.before == present and version == planned.after
+        return version == present or ahead
+
+    def _version_at(self, steps_done: int) -> weights_pb2.WeightVersion:
+        steps = self._journal.steps
+        return steps[steps_done - 1].after if steps_done else steps[0].before
+
+    def _beginning(self, learner: learner_pb2.LearnerServiceGetInfoResponse) -> _Start:
+        """Begins anew with a learner that is where the run began; all of its batches are trained again."""
+        journal = self._journal
+        untouched = learner.version.step == 0 and journal.first_digest in (b"", learner.digest)
+        if journal.steps and not untouched:
+            raise ResumeError(
+                "the run cannot be resumed: no checkpoint of it can be loaded, and the learner's weights are not those "
+                "that the run began with; start a new run"
+            )
+        if journal.steps:
+            self._parts.status.notice(
+                "no checkpoint can be loaded: all steps are trained again from the beginning, in a new lineage"
+            )
+        return _Start(0, learner.version, learner.digest, exact=False)
+
+    async def _train_again(self, start: _Start) -> Position:
+        """Trains every step of the journal from a state on.
+
+        Raises:
+            DivergedError: The weights after a step differ from those of then.
+            OtherBatchError: Its batch does.
+            ResumeError: A step's episodes are gone.
+        """
+        parts, journal = self._parts, self._journal
+        beginning = Progress(kl_coefficient=parts.config.algorithm.kl.coefficient)
+        progress = journal.progress(start.step) or beginning
+        position = Position(start.step, start.version, start.digest, Totals())
+        position.totals.restore(progress)
+        parts.preparer.kl_coefficient = progress.kl_coefficient
+        for done in journal.steps[self._logged.steps : start.step]:  # done but not logged
+            await parts.recorder.scalars(done.step, done.metrics)
+        for step in journal.steps[start.step :]:
+            groups = await parts.ledger.step_groups(step)
+            if not groups:
+                raise ResumeError(
+                    f"the run cannot be resumed: the episodes of step {step.step} are no longer in the ledger; start a "
+                    "new run"
+                )
+            parts.status.begin_phase(f"training step {step.step + 1} again")
+            batch = await parts.preparer.prepare(groups, parts.guard.comparable(position.version), lambda _: None)
+            comparable = start.exact and step.before == position.version
+            metrics = await parts.training.train(position, batch, step.weights_digest if comparable else b"")
+            metrics |= batch_metrics(batch) | {"system/samples": float(position.totals.samples)}
+            if step.step >= self._logged.steps:
+                await parts.recorder.scalars(step.step, metrics)
+        return position
