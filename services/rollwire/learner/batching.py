@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+
+# What a forward and backward pass costs beside its tokens: Python on a CPU, kernel launches on an accelerator.
+_PASS_COST_TOKENS: Final = {"cpu": 128}
+_PASS_COST_TOKENS_ACCELERATOR: Final = 2048
 
 
 def _go_on() -> None:
@@ -18,7 +24,7 @@ class Budget:
 
     Attributes:
         micro_batch_tokens: Most tokens, padding included.
-        pass_cost_tokens: Fixed cost of a pass, in tokens.
+        pass_cost_tokens: Fixed cost of a pass, in tokens, see `pass_cost_tokens`.
         before_pass: Called before every pass; raises to abandon the work.
     """
 
@@ -26,9 +32,16 @@ class Budget:
     pass_cost_tokens: int
     before_pass: Callable[[], None] = _go_on
 
-    def divide(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Returns micro-batches as indices into `lengths`, see `micro_batches`."""
+    def divide(self, lengths: Sequence[int], *, packed: bool = False) -> list[list[int]]:
+        """Returns micro-batches as indices into `lengths`, see `micro_batches` and `packed_batches`."""
+        if packed:
+            return packed_batches(lengths, self.micro_batch_tokens)
         return micro_batches(lengths, self.micro_batch_tokens, self.pass_cost_tokens)
+
+
+def pass_cost_tokens(device_type: str) -> int:
+    """Returns the fixed cost of a forward and backward pass on a kind of device, in tokens."""
+    return _PASS_COST_TOKENS.get(device_type, _PASS_COST_TOKENS_ACCELERATOR)
 
 
 def optimizer_step_split(samples: int, steps: int, seed: int) -> list[list[int]]:
@@ -78,6 +91,32 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, pass_cost_tokens: int
         begin = int(cut[end])
         batches.append(order[begin:end].tolist())
         end = begin
+    return batches
+
+
+def packed_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Divides samples that take only their own tokens into few micro-batches: best fit, the longest sample first.
+
+    Needs at most 11/9 of the fewest possible, and one more (Johnson et al. 1974, SIAM J. Comput. 3(4)).
+
+    Args:
+        lengths: Tokens of each sample, >= 1.
+        max_tokens: Most tokens of a micro-batch. A longer sample gets a micro-batch of its own.
+
+    Returns:
+        Indices of each micro-batch; every index occurs exactly once.
+    """
+    batches: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # room left and number of each micro-batch, ascending
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        place = bisect_left(rooms, (lengths[index], 0))
+        if place == len(rooms):
+            room, number = max_tokens, len(batches)
+            batches.append([])
+        else:
+            room, number = rooms.pop(place)
+        batches[number].append(index)
+        insort(rooms, (room - lengths[index], number))
     return batches
 
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from rollwire.learner.distributed import Ranks
+from rollwire.learner.embedding import rows_added_to_gradient
 from rollwire.learner.gradients import LossScale
-from rollwire.learner.samples import PaddedBatch
-from rollwire.learner.sharding import COMPUTE_TYPES, Sharding, spread
+from rollwire.learner.packing import Packing, find_packing
+from rollwire.learner.samples import TokenBatch
+from rollwire.learner.sharding import COMPUTE_TYPES, OTHER_LENGTH, Sharding, spread
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.config.models import RunConfig
 from rollwire.serving.logs import get_logger
@@ -32,6 +34,7 @@ class Critic:
         ranks: The processes that compute together.
         sharding: How the model is spread over them.
         loss_scale: What `backward` multiplies the loss by.
+        packs: Whether the sequences of a pass go into one row, see `packing`.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Critic:
         precision: str,
         ranks: Ranks | None = None,
         sharding: Sharding | None = None,
+        packing: Packing = "auto",
     ) -> None:
         self.model = model
         self.device = device
@@ -48,12 +52,17 @@ class Critic:
         self.sharding = sharding or Sharding()
         self.loss_scale = LossScale(precision)
         self._compute_type = COMPUTE_TYPES[precision]
+        with torch.no_grad(), self._precision():
+            self.packs = find_packing(model, device, self.sharding, self.ranks, packing, OTHER_LENGTH[precision])
+        self.sharding.reshard()
+        self._add_to_grad = self.ranks.meshes is None
 
-    def values(self, batch: PaddedBatch) -> Tensor:
+    def values(self, batch: TokenBatch) -> Tensor:
         """Returns the predicted return from each of a batch's N targets on, given what comes before, float32[N]."""
 
         def compute() -> Tensor:
-            hidden: Tensor = self.model.base_model(input_ids=batch.input_ids, use_cache=False)[0]
+            with rows_added_to_gradient(self.model) if self._add_to_grad else nullcontext():
+                hidden: Tensor = self.model.base_model(**batch.model_inputs)[0]
             wanted = hidden.flatten(0, 1).index_select(0, batch.sources)
             with torch.autocast(self.device.type, enabled=False):
                 predicted: Tensor = self.model.get_output_embeddings()(wanted.float())
@@ -107,4 +116,4 @@ def load_critic(config: RunConfig, accelerator: Accelerator, ranks: Ranks | None
     model = with_value_head(load_model(section, torch.float32, first_place, accelerator.attention))
     sharding = spread(model, config.learner, ranks)
     _log.info("critic loaded", architecture=type(model).__name__, path=path)
-    return Critic(model, accelerator.device, config.learner.precision, ranks, sharding)
+    return Critic(model, accelerator.device, config.learner.precision, ranks, sharding, config.learner.packing)

@@ -13,7 +13,7 @@ from rollwire.learner.batching import Budget, optimizer_step_split
 from rollwire.learner.critic import Critic
 from rollwire.learner.metrics import average, combine
 from rollwire.learner.optimizer import PolicyOptimizer
-from rollwire.learner.samples import Sample, at_targets, pad
+from rollwire.learner.samples import Sample, at_targets, lay_out
 from rollwire.learner.shares import passes
 from rollwire.learner.step import StepSettings
 
@@ -66,11 +66,11 @@ def _accumulate(critic: Critic, samples: Sequence[Sample], clip: float, budget: 
     """Adds up the gradient of one optimizer step, the mean over its tokens; returns its metrics."""
     step_tokens = sum(sample.targets for sample in samples)
     parts = []
-    for part in passes([sample.input_tokens for sample in samples], budget, critic.ranks):
+    for part in passes([sample.input_tokens for sample in samples], budget, critic.ranks, packed=critic.packs):
         budget.before_pass()
         chosen = [samples[row] for row in part.rows]
         critic.sharding.expect_backward(last=part.last)
-        values = critic.values(pad(chosen, critic.device))
+        values = critic.values(lay_out(chosen, critic.device, packed=critic.packs))
         returns = _gather([sample.returns for sample in chosen], chosen, critic.device)
         before = _gather([sample.values for sample in chosen], chosen, critic.device) if clip else None
         assert returns is not None, "a request without them is refused"

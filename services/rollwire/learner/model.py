@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from rollwire.learner.distributed import Ranks
+from rollwire.learner.embedding import rows_added_to_gradient
 from rollwire.learner.gradients import LossScale
 from rollwire.learner.logprobs import Head, TokenScores, score_hidden, score_logits
 from rollwire.learner.lora import add_adapters, served_name
-from rollwire.learner.samples import PaddedBatch
-from rollwire.learner.sharding import COMPUTE_TYPES, Sharding, spread
+from rollwire.learner.packing import Packing, find_packing
+from rollwire.learner.samples import TokenBatch
+from rollwire.learner.sharding import COMPUTE_TYPES, OTHER_LENGTH, Sharding, spread
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.config.models import RunConfig
 from rollwire.serving.logs import get_logger
@@ -25,8 +27,6 @@ _log = get_logger(__name__)
 _PROBE_TOKENS: Final = 12
 _SHOWN_CAUSE: Final = 300
 _SAME_COMPUTATION: Final = 1e-4
-# Sequences of another length take other kernels; relative to the largest logit.
-_OTHER_LENGTH: Final = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 
 
 class Policy:
@@ -43,6 +43,7 @@ class Policy:
         ranks: The processes that compute together.
         sharding: How the model is spread over them.
         loss_scale: What `backward` multiplies the loss by.
+        packs: Whether the sequences of a pass go into one row, see `packing`.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Policy:
         precision: str,
         ranks: Ranks | None = None,
         sharding: Sharding | None = None,
+        packing: Packing = "auto",
     ) -> None:
         self.model = model
         self.device = device
@@ -61,9 +63,11 @@ class Policy:
         self._compute_type = COMPUTE_TYPES[precision]
         with torch.no_grad(), self._precision():
             self.vocabulary_size, self._head = self.sharding.run(
-                lambda: _examine(model, device, _OTHER_LENGTH[precision])
+                lambda: _examine(model, device, OTHER_LENGTH[precision])
             )
+            self.packs = find_packing(model, device, self.sharding, self.ranks, packing, OTHER_LENGTH[precision])
         self.sharding.reshard()
+        self._add_to_grad = self.ranks.meshes is None
 
     @property
     def head_is_separable(self) -> bool:
@@ -88,11 +92,11 @@ class Policy:
         """Number of parameters that training changes; tied ones count once."""
         return sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
 
-    def token_scores(self, batch: PaddedBatch, temperature: float, *, entropy_gradient: bool = False) -> TokenScores:
+    def token_scores(self, batch: TokenBatch, temperature: float, *, entropy_gradient: bool = False) -> TokenScores:
         """Returns log-probabilities and entropies of a batch's N targets, with gradient unless it is disabled.
 
         Args:
-            batch: Padded sequences and wanted predictions.
+            batch: Sequences and wanted predictions.
             temperature: Divisor of the logits, > 0.
             entropy_gradient: Whether the entropies carry a gradient.
         """
@@ -108,12 +112,13 @@ class Policy:
         """Adds the gradient of a loss to the accumulated ones."""
         (loss * self.loss_scale.value if self.loss_scale.dynamic else loss).backward()  # type: ignore[no-untyped-call]
 
-    def _scores(self, batch: PaddedBatch, temperature: float, entropy_gradient: bool) -> TokenScores:
+    def _scores(self, batch: TokenBatch, temperature: float, entropy_gradient: bool) -> TokenScores:
         if self._head is None:
-            logits: Tensor = self.model(input_ids=batch.input_ids, use_cache=False).logits
+            logits: Tensor = self.model(**batch.model_inputs).logits
             wanted = logits.flatten(0, 1).index_select(0, batch.sources)
             return score_logits(wanted, batch.targets, temperature, entropy_gradient=entropy_gradient)
-        hidden: Tensor = self.model.base_model(input_ids=batch.input_ids, use_cache=False)[0]
+        with rows_added_to_gradient(self.model) if self._add_to_grad else nullcontext():
+            hidden: Tensor = self.model.base_model(**batch.model_inputs)[0]
         return score_hidden(
             self._head,
             hidden.flatten(0, 1).index_select(0, batch.sources),
@@ -121,6 +126,7 @@ class Policy:
             temperature,
             vocabulary=self.vocabulary_size,
             entropy_gradient=entropy_gradient,
+            add_to_grad=self._add_to_grad,
         )
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -143,7 +149,7 @@ def load_policy(config: RunConfig, accelerator: Accelerator, ranks: Ranks | None
         add_adapters(model, config.learner.lora, SERVING_TYPES[config.model.dtype], config.run.seed)
     sharding = spread(model, config.learner, ranks)
     try:
-        policy = Policy(model, accelerator.device, config.learner.precision, ranks, sharding)
+        policy = Policy(model, accelerator.device, config.learner.precision, ranks, sharding, config.learner.packing)
     except (RuntimeError, ValueError, ImportError, IndexError) as error:  # what torch raises for what it cannot run
         cause = " ".join(str(error).split())[:_SHOWN_CAUSE]
         raise ServeError(
@@ -159,6 +165,7 @@ def load_policy(config: RunConfig, accelerator: Accelerator, ranks: Ranks | None
         precision=config.learner.precision,
         attention=model.config._attn_implementation,
         logits="wanted positions" if policy.head_is_separable else "all positions",
+        packed=policy.packs,
         ranks=ranks.size,
     )
     return policy
@@ -211,18 +218,7 @@ def _head_of(model: Any) -> Head | None:
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
     scale = getattr(config, "logit_scale", None)  # Cohere
     divisor = getattr(config, "logits_scaling", None)  # Granite
-
-    def head(hidden: Tensor) -> Tensor:
-        logits: Tensor = project(hidden)
-        if divisor:
-            logits = logits / divisor
-        if scale:
-            logits = logits * scale
-        if cap:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
-
-    return head
+    return Head(project, (scale or 1.0) / (divisor or 1.0), cap or None)
 
 
 def _close(left: Tensor, right: Tensor, tolerance: float) -> bool:

@@ -1,9 +1,10 @@
-"""Training samples in memory, and how several become one padded batch."""
+"""Training samples in memory, and how several become one batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,24 +59,54 @@ class Sample(ScoredSequence):
 
 
 @dataclass(frozen=True)
-class PaddedBatch:
-    """Sequences side by side, padded on the right, and the N wanted predictions in them.
-
-    Padding needs no attention mask: attention is causal, so that nothing to the right of a token can reach it.
+class TokenBatch:
+    """Sequences as a model takes them, and the N wanted predictions in them.
 
     Attributes:
-        input_ids: int64[B, T]; padding is token 0.
-        sources: int64[N]; position in the flattened [B * T] whose output predicts the target; by row, then position.
+        input_ids: int64[B, T].
+        sources: int64[N]; position in the flattened [B * T] whose output predicts the target; by sequence, then
+            position.
         targets: int64[N]; the predicted tokens.
+        position_ids: int64[1, T] where sequences follow each other in one row, from 0 on for each; transformers lets
+            no sequence see another then. None where each has a row of its own.
     """
 
     input_ids: torch.Tensor
     sources: torch.Tensor
     targets: torch.Tensor
+    position_ids: torch.Tensor | None = None
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """Arguments of a forward pass."""
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, "use_cache": False}
+        return inputs if self.position_ids is None else {**inputs, "position_ids": self.position_ids}
 
 
-def pad(sequences: Sequence[ScoredSequence], device: torch.device) -> PaddedBatch:
-    """Lays sequences side by side; each must have at least one target."""
+def lay_out(sequences: Sequence[ScoredSequence], device: torch.device, *, packed: bool) -> TokenBatch:
+    """Lays sequences, which must have at least one target each, in rows of their own or all in one row."""
+    return pack(sequences, device) if packed else pad(sequences, device)
+
+
+def pack(sequences: Sequence[ScoredSequence], device: torch.device) -> TokenBatch:
+    """Lays sequences one after another in one row; each must have at least one target."""
+    lengths = [sequence.input_tokens for sequence in sequences]
+    begins = np.cumsum([0, *lengths[:-1]])
+    positions = [np.flatnonzero(sequence.loss_mask) for sequence in sequences]
+    arrays = (
+        np.concatenate([item.token_ids[:length] for item, length in zip(sequences, lengths, strict=True)])[None],
+        np.concatenate([begin + wanted - 1 for begin, wanted in zip(begins, positions, strict=True)]),
+        np.concatenate([item.token_ids[wanted] for item, wanted in zip(sequences, positions, strict=True)]),
+        np.concatenate([np.arange(length) for length in lengths])[None],
+    )
+    return TokenBatch(*(torch.from_numpy(array).to(device) for array in arrays))
+
+
+def pad(sequences: Sequence[ScoredSequence], device: torch.device) -> TokenBatch:
+    """Lays sequences side by side, padded with token 0 on the right; each must have at least one target.
+
+    Padding needs no attention mask: attention is causal, so that nothing to the right of a token can reach it.
+    """
     width = max(sequence.input_tokens for sequence in sequences)
     input_ids = np.zeros((len(sequences), width), dtype=np.int64)
     sources, targets = [], []
@@ -85,7 +116,7 @@ def pad(sequences: Sequence[ScoredSequence], device: torch.device) -> PaddedBatc
         positions = np.flatnonzero(sequence.loss_mask)
         sources.append(row * width + positions - 1)
         targets.append(sequence.token_ids[positions])
-    return PaddedBatch(
+    return TokenBatch(
         torch.from_numpy(input_ids).to(device),
         torch.from_numpy(np.concatenate(sources)).to(device),
         torch.from_numpy(np.concatenate(targets)).to(device),
@@ -93,5 +124,5 @@ def pad(sequences: Sequence[ScoredSequence], device: torch.device) -> PaddedBatc
 
 
 def at_targets(values: Sequence[NDArray[np.float32]], sequences: Sequence[ScoredSequence]) -> NDArray[np.float32]:
-    """Returns float32[N]: per-position values of each sequence at its targets, ordered as `PaddedBatch.targets`."""
+    """Returns float32[N]: per-position values of each sequence at its targets, ordered as `TokenBatch.targets`."""
     return np.concatenate([value[sequence.loss_mask] for value, sequence in zip(values, sequences, strict=True)])

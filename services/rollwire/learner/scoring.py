@@ -15,7 +15,7 @@ from rollwire.learner.batching import Budget
 from rollwire.learner.critic import Critic
 from rollwire.learner.distributed import Ranks
 from rollwire.learner.model import Policy
-from rollwire.learner.samples import PaddedBatch, ScoredSequence, pad
+from rollwire.learner.samples import ScoredSequence, TokenBatch, lay_out
 from rollwire.learner.sharding import Sharding
 from rollwire.learner.shares import passes
 
@@ -29,6 +29,7 @@ class Network(Protocol):
     device: torch.device
     ranks: Ranks
     sharding: Sharding
+    packs: bool
 
 
 def score(
@@ -36,7 +37,7 @@ def score(
 ) -> list[tuple[PerToken, ...]]:
     """Returns log-probabilities and entropies of each sequence, float32[L] with zeros where its mask is false."""
 
-    def compute(batch: PaddedBatch) -> tuple[Tensor, Tensor]:
+    def compute(batch: TokenBatch) -> tuple[Tensor, Tensor]:
         scores = policy.token_scores(batch, temperature)
         return scores.logprobs, scores.entropies
 
@@ -52,7 +53,7 @@ def _evaluate(
     network: Network,
     sequences: Sequence[ScoredSequence],
     budget: Budget,
-    compute: Callable[[PaddedBatch], tuple[Tensor, ...]],
+    compute: Callable[[TokenBatch], tuple[Tensor, ...]],
     count: int,
 ) -> list[tuple[PerToken, ...]]:
     """Returns the `count` results that `compute` has for every target, spread over the positions of each sequence."""
@@ -60,10 +61,12 @@ def _evaluate(
     own: list[int] = []
     wanted = [index for index, item in enumerate(sequences) if item.targets]
     with torch.no_grad():
-        for part in passes([sequences[index].input_tokens for index in wanted], budget, network.ranks):
+        lengths = [sequences[index].input_tokens for index in wanted]
+        for part in passes(lengths, budget, network.ranks, packed=network.packs):
             budget.before_pass()
             chosen = [wanted[row] for row in part.rows]
-            found = compute(pad([sequences[index] for index in chosen], network.device))
+            batch = lay_out([sequences[index] for index in chosen], network.device, packed=network.packs)
+            found = compute(batch)
             ends = np.cumsum([sequences[index].targets for index in chosen])[:-1]
             columns = [np.split(values.float().cpu().numpy(), ends) for values in found]
             for index, *values in zip(chosen, *columns, strict=True):

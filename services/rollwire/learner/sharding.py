@@ -22,6 +22,8 @@ from rollwire.serving.config.sections import LearnerSection
 _T = TypeVar("_T")
 COMPUTE_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The values of `learner.precision`."""
+OTHER_LENGTH: Final = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
+"""How far results may be apart, relative to the largest, when sequences of another length take other kernels."""
 
 
 class _Root(nn.Module):

@@ -26,19 +26,21 @@ class Pass:
     last: bool
 
 
-def passes(lengths: Sequence[int], budget: Budget, ranks: Ranks) -> list[Pass]:
+def passes(lengths: Sequence[int], budget: Budget, ranks: Ranks, *, packed: bool = False) -> list[Pass]:
     """Divides samples among the ranks and this rank's samples into passes; every rank gets as many passes.
 
     Args:
         lengths: Tokens of each sample, >= 1; the same on all ranks.
         budget: What one pass may hold.
         ranks: This rank and their number.
+        packed: Whether the samples of a pass take only their own tokens, no padding.
     """
     if not lengths:
         return []
     shares = balanced(lengths, ranks.data_size)
     divided = [
-        [[share[row] for row in rows] for rows in budget.divide([lengths[i] for i in share])] for share in shares
+        [[share[row] for row in rows] for rows in budget.divide([lengths[i] for i in share], packed=packed)]
+        for share in shares
     ]
     count = max(map(len, divided))
     own = divided[ranks.data_rank]

@@ -19,7 +19,7 @@ from rollwire.learner.model import Policy
 from rollwire.learner.objective import LossSettings
 from rollwire.learner.optimizer import PolicyOptimizer
 from rollwire.learner.ratios import token_spans
-from rollwire.learner.samples import Sample, at_targets, pad
+from rollwire.learner.samples import Sample, at_targets, lay_out
 from rollwire.learner.scoring import PerToken, score
 from rollwire.learner.shares import passes
 
@@ -104,13 +104,12 @@ def _accumulate(policy: Policy, prepared: Sequence[_Prepared], loss: LossSetting
     step_tokens = sum(sample.targets for sample in samples)
     comparable_tokens = sum(sample.targets for sample in samples if sample.comparable)
     parts = []
-    for micro in passes([sample.input_tokens for sample in samples], budget, policy.ranks):
+    for micro in passes([sample.input_tokens for sample in samples], budget, policy.ranks, packed=policy.packs):
         budget.before_pass()
         rows, chosen = micro.rows, [samples[row] for row in micro.rows]
         targets = _targets([prepared[row] for row in rows], weights[rows] * micro.counts, policy.device)
-        scores = policy.token_scores(
-            pad(chosen, policy.device), loss.temperature, entropy_gradient=loss.entropy_coefficient > 0
-        )
+        batch = lay_out(chosen, policy.device, packed=policy.packs)
+        scores = policy.token_scores(batch, loss.temperature, entropy_gradient=loss.entropy_coefficient > 0)
         part, metrics = micro_batch_loss(scores.logprobs, scores.entropies, targets, loss, step_tokens)
         policy.sharding.expect_backward(last=micro.last)
         policy.backward(part)

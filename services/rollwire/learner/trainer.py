@@ -6,10 +6,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from rollwire.learner import checkpoint
-from rollwire.learner.batching import Budget
+from rollwire.learner.batching import Budget, pass_cost_tokens
 from rollwire.learner.checkpoint_manifest import Manifest
 from rollwire.learner.checkpoint_state import TrainedModel
 from rollwire.learner.critic import Critic, load_critic
@@ -30,10 +30,6 @@ from rollwire.serving.config.models import RunConfig
 from rollwire.serving.config.sections import OptimizerSection
 from rollwire.serving.model_tensors import SERVING_TYPES, layouts
 from rollwire.v1 import weights_pb2
-
-# What a forward and backward pass costs beside its tokens: Python on a CPU, kernel launches on an accelerator.
-_PASS_COST_TOKENS_CPU: Final = 128
-_PASS_COST_TOKENS_ACCELERATOR: Final = 2048
 
 
 @dataclass(frozen=True)
@@ -105,10 +101,9 @@ class Trainer:
         self._critic_optimizer = (
             _optimizer(critic, config.learner.critic.optimizer, steps, fused) if critic is not None else None
         )
-        on_cpu = policy.device.type == "cpu"
         self._budget = Budget(
             config.learner.micro_batch_tokens,
-            _PASS_COST_TOKENS_CPU if on_cpu else _PASS_COST_TOKENS_ACCELERATOR,
+            pass_cost_tokens(policy.device.type),
             self._check_stop,
         )
 

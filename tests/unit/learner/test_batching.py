@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollwire.learner.batching import micro_batches, optimizer_step_split, padded_tokens
+from rollwire.learner.batching import Budget, micro_batches, optimizer_step_split, packed_batches, padded_tokens
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60)
 
@@ -68,3 +68,20 @@ def test_a_free_pass_leaves_no_padding() -> None:
 
 def test_a_dear_pass_joins_samples_of_different_length() -> None:
     assert len(micro_batches([3, 7, 3, 7, 5], max_tokens=100, pass_cost_tokens=50)) == 1
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 1000))
+def test_packed_micro_batches_cover_every_sample_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = packed_batches(lengths, budget)
+
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    loads = [sum(lengths[index] for index in batch) for batch in batches]
+    assert all(load <= budget or len(batch) == 1 for batch, load in zip(batches, loads, strict=True))
+    # No two of them fit into one, or a sample would have gone to the other.
+    assert all(left + right > budget for number, left in enumerate(loads) for right in loads[:number])
+
+
+def test_packed_micro_batches_take_the_smallest_room_that_is_enough() -> None:
+    assert packed_batches([6, 2, 9, 4, 1], 10) == [[2, 4], [0, 3], [1]]
+    assert Budget(10, 0).divide([6, 2, 9, 4, 1], packed=True) == [[2, 4], [0, 3], [1]]

@@ -256,6 +256,11 @@ class LearnerSection(Section):
     micro_batch_tokens: Annotated[int, Field(ge=64)] = 16_384
     """Most tokens, padding included, that one forward pass holds. Does not change the result, only memory and speed."""
 
+    packing: Literal["auto", "on", "off"] = "auto"
+    """Whether the sequences of a forward pass follow each other in one row, without padding; they never see each
+    other. `auto` does so where `model.attention` has a kernel for variable lengths (`flash_attention_2` and the like),
+    and puts sequences of similar length side by side elsewhere. Does not change the result."""
+
     optimizer: OptimizerSection = OptimizerSection()
     """AdamW and its schedule."""
 
