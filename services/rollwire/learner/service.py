@@ -22,6 +22,7 @@ from rollwire.learner.policy_losses import POLICY_LOSSES
 from rollwire.learner.rank_watch import RankFailure, RankWatch
 from rollwire.learner.requests import SequenceLimits, parse_sequences
 from rollwire.learner.seats import Seat
+from rollwire.learner.sleep_calls import SleepCalls
 from rollwire.learner.torch_thread import TorchThread
 from rollwire.learner.trainer import Trainer, load_trainer
 from rollwire.learner.training import Training
@@ -49,6 +50,7 @@ class _Loaded:
     training: Training
     exporter: Exporter
     checkpoints: CheckpointCalls
+    sleep: SleepCalls
     limits: SequenceLimits
     tokenizer_hash: str
 
@@ -140,20 +142,21 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
             tokenizer_hash=loaded.tokenizer_hash,
             policy_losses=list(POLICY_LOSSES),
             models=_models(loaded.trainer),
+            asleep=loaded.sleep.states.asleep,
         )
 
     async def Train(
         self, request_iterator: AsyncIterator[learner_pb2.TrainRequest], context: grpc.aio.ServicerContext
     ) -> learner_pb2.TrainResponse:
         """Runs one training step."""
-        return await self._ready().training.train(request_iterator)
+        return await self._awake("Train").training.train(request_iterator)
 
     async def Score(
         self, request_iterator: AsyncIterator[learner_pb2.ScoreRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[learner_pb2.ScoreResponse]:
         """Scores each piece under the weights that are present when its turn comes."""
-        loaded = self._ready()
         async for request in request_iterator:
+            loaded = self._awake("Score")
             yield await self._torch_thread.run(self._score, loaded, request)
 
     async def Export(
@@ -170,13 +173,30 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         self, request: learner_pb2.SaveCheckpointRequest, context: grpc.aio.ServicerContext
     ) -> learner_pb2.SaveCheckpointResponse:
         """Writes everything that the following steps depend on."""
-        return await self._ready().checkpoints.save(request)
+        return await self._awake("SaveCheckpoint").checkpoints.save(request)
 
     async def LoadCheckpoint(
         self, request: learner_pb2.LoadCheckpointRequest, context: grpc.aio.ServicerContext
     ) -> learner_pb2.LoadCheckpointResponse:
         """Goes back to a checkpoint."""
-        return await self._ready().checkpoints.load(request)
+        return await self._awake("LoadCheckpoint").checkpoints.load(request)
+
+    async def Sleep(
+        self, request: learner_pb2.LearnerServiceSleepRequest, context: grpc.aio.ServicerContext
+    ) -> learner_pb2.LearnerServiceSleepResponse:
+        """Frees the device."""
+        return await self._ready().sleep.sleep(request)
+
+    async def Wake(
+        self, request: learner_pb2.LearnerServiceWakeRequest, context: grpc.aio.ServicerContext
+    ) -> learner_pb2.LearnerServiceWakeResponse:
+        """Takes the device again."""
+        return await self._ready().sleep.wake(request)
+
+    def _awake(self, wanted: str) -> _Loaded:
+        loaded = self._ready()
+        loaded.sleep.states.require_awake(wanted)
+        return loaded
 
     def _ready(self) -> _Loaded:
         if self._loaded is None:
@@ -213,6 +233,7 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
             trainer=trainer,
             training=training,
             checkpoints=CheckpointCalls(output_dir / DIRECTORY, trainer, training, self._fencing, self._torch_thread),
+            sleep=SleepCalls(trainer, training, self._fencing, self._torch_thread),
             exporter=Exporter(
                 output_dir / "export",
                 trainer.policy.model,

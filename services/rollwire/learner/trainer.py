@@ -14,6 +14,7 @@ from rollwire.learner.checkpoint_manifest import Manifest
 from rollwire.learner.checkpoint_state import TrainedModel
 from rollwire.learner.critic import Critic, load_critic
 from rollwire.learner.critic_step import train_critic
+from rollwire.learner.device_memory import DeviceMemory
 from rollwire.learner.distributed import InterruptedWorkError, Ranks, on_all_ranks
 from rollwire.learner.gradients import Gradients
 from rollwire.learner.metrics import finite
@@ -100,6 +101,11 @@ class Trainer:
         self._optimizer = _optimizer(policy, config.learner.optimizer, steps - frozen, fused)
         self._critic_optimizer = (
             _optimizer(critic, config.learner.critic.optimizer, steps, fused) if critic is not None else None
+        )
+        # With offloading all of it is in host memory anyway.
+        moving = [] if config.learner.cpu_offload else self._trained()
+        self._memory = DeviceMemory(
+            [item.model for item in moving], [item.optimizer.adamw for item in moving], policy.device, self.ranks
         )
         self._budget = Budget(
             config.learner.micro_batch_tokens,
@@ -205,6 +211,16 @@ class Trainer:
         if self.critic is not None and self._critic_optimizer is not None:
             models.append(TrainedModel("critic", self.critic.model, self._critic_optimizer, self.critic.loss_scale))
         return models
+
+    @on_all_ranks
+    def sleep(self) -> int:
+        """Moves everything on the devices to host memory; returns the bytes given back, over all ranks."""
+        return self._memory.leave()
+
+    @on_all_ranks
+    def wake(self) -> None:
+        """Moves it back, see `DeviceMemory.come_back`."""
+        self._memory.come_back()
 
     def _train_models(self, samples: Sequence[Sample], settings: StepSettings) -> dict[str, float]:
         """Trains policy and critic, whichever the settings say; returns their metrics."""
