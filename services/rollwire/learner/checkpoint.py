@@ -128,9 +128,9 @@ def load(
         state = read_state(directory.path(order.name))
         if order.version.lineage and order.version != manifest.version:
             raise _mismatch(order.name, f"it holds {version_text(manifest.version)}, not {version_text(order.version)}")
-        why = difference(models, state)
-        if why:
-            raise _mismatch(order.name, why)
+    why = difference(models, state)
+    if why:
+        raise _mismatch(order.name, why)
     begin()
     tensors: dict[str, Tensor] = {}
     for model in models:
@@ -163,11 +163,12 @@ def _write(
             cause = _first(error)
             raise (storage_failed(order.name, cause) if isinstance(cause, OSError) else error) from error
     states = ranks.gather(generators(device))
+    values = {model.name: model.values() for model in models}
     names: list[str] | None = None
     with _together(ranks, order.name):
         if ranks.rank == 0:
             state = {
-                "models": {model.name: model.values() for model in models},
+                "models": values,
                 "tensors": describe(tensors),
                 "generators": states,
                 "calls": order.calls,

@@ -4,7 +4,8 @@
     policy_optimizer.<name>.exp_avg    moments, float32; likewise exp_avg_sq
     critic.<name>, critic_optimizer.…  the same of the critic
 
-Everything goes by name: a parameter that another build adds, such as one of an adapter, appears under its own.
+Everything goes by name. Weights that are never trained, such as the base below adapters, are not saved: they come from
+the model's directory again, and their digest says whether they are the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -19,7 +21,9 @@ from torch import Tensor
 
 from rollwire.learner.gradients import LossScale
 from rollwire.learner.optimizer import PolicyOptimizer
-from rollwire.serving.model_tensors import named_weights
+from rollwire.learner.publish import whole
+from rollwire.rpc.digests import tensor_digest, weights_digest
+from rollwire.serving.model_tensors import named_weights, to_host
 
 Spec: TypeAlias = list[Any]
 """Element type and shape of a tensor, as JSON has them."""
@@ -44,8 +48,26 @@ class TrainedModel:
     loss_scale: LossScale
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns parameters and buffers by name; they share memory with the model."""
-        return {f"{self.name}.{name}": tensor.detach() for name, tensor in named_weights(self.model)}
+        """Returns trained parameters, and buffers, by name; they share memory with the model."""
+        frozen = {name for name, _ in self._frozen()}
+        return {
+            f"{self.name}.{name}": tensor.detach() for name, tensor in named_weights(self.model) if name not in frozen
+        }
+
+    @cached_property
+    def frozen_digest(self) -> str:
+        """Digest of the parameters that are never trained, in hexadecimal digits; empty if all are.
+
+        All ranks ask for it together the first time.
+        """
+        tensors = [
+            (name, tensor_digest(to_host(whole(parameter, parameter.dtype), parameter.dtype).data))
+            for name, parameter in self._frozen()
+        ]
+        return weights_digest(tensors).hex() if tensors else ""
+
+    def _frozen(self) -> list[tuple[str, Tensor]]:
+        return [(name, tensor) for name, tensor in self.model.named_parameters() if not tensor.requires_grad]
 
     def moments(self) -> dict[str, Tensor]:
         """Returns the optimizer's tensors that are as large as their parameter, by name."""
@@ -60,6 +82,7 @@ class TrainedModel:
         """Returns what is no tensor, as JSON has it."""
         return {
             "architecture": type(self.model).__name__,
+            "frozen_digest": self.frozen_digest,
             "attempted": self.optimizer.attempted,
             "applied": self.optimizer.applied,
             "loss_scale": {"value": self.loss_scale.value, "finite_steps": self.loss_scale.finite_steps},
@@ -116,7 +139,7 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
 
 
 def difference(models: Sequence[TrainedModel], state: Mapping[str, Any]) -> str:
-    """Returns why a checkpoint is not one of these models, or an empty text."""
+    """Returns why a checkpoint is not one of these models, or an empty text; all ranks ask together."""
     saved: Mapping[str, Spec] = state["tensors"]
     if sorted(state["models"]) != sorted(model.name for model in models):
         return f"it has {_list(state['models'])}, this learner has {_list(model.name for model in models)}"
@@ -129,6 +152,8 @@ def difference(models: Sequence[TrainedModel], state: Mapping[str, Any]) -> str:
         for name in sorted(own.keys() | theirs.keys()):
             if own.get(name) != theirs.get(name):
                 return f"its tensor {name} is {_text(theirs.get(name))}, this learner's {_text(own.get(name))}"
+        if model.frozen_digest != state["models"][model.name]["frozen_digest"]:
+            return f"the weights of its {model.name} that are not trained are others; is model.path the same?"
     return ""
 
 

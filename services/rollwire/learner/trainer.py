@@ -102,8 +102,9 @@ class Trainer:
         self._critic_optimizer = (
             _optimizer(critic, config.learner.critic.optimizer, steps, fused) if critic is not None else None
         )
+        self._models = _trained_models(policy, self._optimizer, critic, self._critic_optimizer)
         # With offloading all of it is in host memory anyway.
-        moving = [] if config.learner.cpu_offload else self._trained()
+        moving = [] if config.learner.cpu_offload else self._models
         self._memory = DeviceMemory(
             [item.model for item in moving], [item.optimizer.adamw for item in moving], policy.device, self.ranks
         )
@@ -185,7 +186,7 @@ class Trainer:
     @on_all_ranks
     def save_checkpoint(self, order: checkpoint.SaveOrder) -> Manifest:
         """Writes a checkpoint, see `checkpoint.save`."""
-        return checkpoint.save(self.ranks, self._trained(), self.policy.device, order)
+        return checkpoint.save(self.ranks, self._models, self.policy.device, order)
 
     @on_all_ranks
     def load_checkpoint(self, order: checkpoint.LoadOrder, lineage: str) -> LoadedCheckpoint:
@@ -199,18 +200,11 @@ class Trainer:
         def begin() -> None:
             self.changed = True
 
-        found, calls = checkpoint.load(self.ranks, self._trained(), self.policy.device, order, begin)
+        found, calls = checkpoint.load(self.ranks, self._models, self.policy.device, order, begin)
         version = weights_pb2.WeightVersion(lineage=lineage, step=0) if lineage else found.version
         manifest = self.publish(version)
         self.changed = False
         return LoadedCheckpoint(manifest, {} if lineage else calls)
-
-    def _trained(self) -> list[TrainedModel]:
-        """Returns the models that training changes."""
-        models = [TrainedModel("policy", self.policy.model, self._optimizer, self.policy.loss_scale)]
-        if self.critic is not None and self._critic_optimizer is not None:
-            models.append(TrainedModel("critic", self.critic.model, self._critic_optimizer, self.critic.loss_scale))
-        return models
 
     @on_all_ranks
     def sleep(self) -> int:
@@ -262,3 +256,13 @@ def _optimizer(network: Policy | Critic, settings: OptimizerSection, total_steps
         network.sharding.summed,
     )
     return PolicyOptimizer(network.model, settings, total_steps, fused=fused, gradients=gradients)
+
+
+def _trained_models(
+    policy: Policy, optimizer: PolicyOptimizer, critic: Critic | None, critic_optimizer: PolicyOptimizer | None
+) -> list[TrainedModel]:
+    """Returns the models that training changes."""
+    models = [TrainedModel("policy", policy.model, optimizer, policy.loss_scale)]
+    if critic is not None and critic_optimizer is not None:
+        models.append(TrainedModel("critic", critic.model, critic_optimizer, critic.loss_scale))
+    return models

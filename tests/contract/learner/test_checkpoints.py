@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import transformers
 from safetensors.torch import load_file
 
 from rollwire.client.learner import LearnerClient
@@ -99,6 +100,28 @@ async def test_the_critic_comes_back_too(connect: Callable, batch: Batch) -> Non
     assert any(name.startswith("critic_optimizer.") for name in then)
     async with connect() as client:
         with pytest.raises(RollwireError, match="it has critic and policy, this learner has policy") as raised:
+            await load(client, "one")
+        assert raised.value.reason == "CHECKPOINT_MISMATCH"
+
+
+async def test_adapters_come_back_and_their_base_is_not_saved(
+    connect: Callable, batch: Batch, model_directory: Callable[..., Path]
+) -> None:
+    lora = {"lora": {"rank": 4}}
+    async with connect(learner=lora) as client:
+        await train(client, batch(1))
+        saved = await save(client, "one")
+        then = await train(client, batch(2))
+    async with connect(learner=lora) as client:
+        await load(client, "one")
+        assert await train(client, batch(2)) == then
+    names = {name for name in tensors(Path(saved.path)) if name.startswith("policy.")}
+    assert names and all(".lora_" in name for name in names)
+    other = model_directory()
+    config = transformers.AutoConfig.from_pretrained(other)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(other)
+    async with connect(learner=lora, model={"path": str(other)}) as client:
+        with pytest.raises(RollwireError, match="the weights of its policy that are not trained are others") as raised:
             await load(client, "one")
         assert raised.value.reason == "CHECKPOINT_MISMATCH"
 
