@@ -15,6 +15,7 @@ from rollwire.coordinator.logprob_gap import Bound, choose_bound
 from rollwire.coordinator.logprob_guard import LogprobGuard
 from rollwire.coordinator.loop import Parts
 from rollwire.coordinator.peers import Descriptions, Peers
+from rollwire.coordinator.placement import Colocated, Placement, Separate
 from rollwire.coordinator.planner import Planner
 from rollwire.coordinator.player import GroupPlayer
 from rollwire.coordinator.preparation import BatchPreparer
@@ -67,6 +68,9 @@ def build_parts(
     capacities = [info.episode_capacity for info in found.rollouts]
     verifier = WeightVerifier(fence, config.timeouts.update_s, budgets, status.notice)
     pool = RolloutPool(peers.rollouts, capacities, pusher, verifier, budgets, ledger.add_version, status.notice)
+    placement: Placement = Separate()
+    if config.placement == "colocated":
+        placement = Colocated(peers.learner, pool, fence, config.timeouts.update_s, budgets)
     player = GroupPlayer(pool, fence, config.timeouts.group_s, budgets, status.count_episode)
     planner = Planner(config)
     budget = FailureBudget(max(config.batch.groups_per_step, MIN_FAILED_GROUPS))
@@ -92,6 +96,7 @@ def build_parts(
         status=status,
         ledger=ledger,
         recorder=Recorder(tracker, transcripts, status, text_every_steps),
+        placement=placement,
         planner=planner,
         pool=pool,
         player=player,

@@ -24,6 +24,7 @@ from rollwire.coordinator.metrics import (
     staleness_metrics,
     validation_metrics,
 )
+from rollwire.coordinator.placement import Placement
 from rollwire.coordinator.planner import Planner
 from rollwire.coordinator.player import GroupPlayer
 from rollwire.coordinator.preparation import BatchPreparer
@@ -45,6 +46,7 @@ class Parts:
     status: RunStatus
     ledger: Ledger
     recorder: Recorder
+    placement: Placement
     planner: Planner
     pool: RolloutPool
     player: GroupPlayer
@@ -95,14 +97,18 @@ class StepLoop:
         parts, status = self._parts, self._parts.status
         status.begin_phase("pushing weights")
         status.version, status.step = self._at.version, self._at.step
+        if parts.placement.colocated:
+            await self._save_first_if_due()
+        await parts.placement.rollout()
         await parts.pool.push(self._at.version, self._at.digest)
-        if parts.checkpoints.due(self._at.step):
-            await parts.checkpoints.save(self._at.step, self._at.version)
+        if not parts.placement.colocated:
+            await self._save_first_if_due()
         await self._validate_if_due()
         parts.pump.start(self._at.version)
         while self._at.step < parts.config.run.max_steps and status.stop_cause is None:
             await self._step(self._at.step)
             await self._validate_if_due()
+        await parts.placement.learner()
         await parts.checkpoints.save(self._at.step, self._at.version)
         if self._at.step < parts.config.run.max_steps:
             return
@@ -117,6 +123,7 @@ class StepLoop:
         self._begin_rollout_phase()
         parts.guard.begin(step)
         taken = await parts.pump.next_batch()
+        await parts.placement.learner()
         watch.lap("step_rollout")
         parts.status.begin_phase("training")
         batch = await parts.preparer.prepare(taken.groups, parts.guard.comparable(self._at.version), watch.lap)
@@ -124,8 +131,11 @@ class StepLoop:
         metrics = {**gap, **await parts.training.train(self._at, batch)}
         await self._check_gap(step, metrics)
         watch.lap("step_train")
+        if parts.placement.colocated:
+            await self._save_if_due(metrics, watch)
         parts.status.begin_phase("pushing weights")
-        if batch.samples:
+        await parts.placement.stage(self._at.version)
+        if await parts.placement.rollout() or batch.samples:
             report = await parts.pool.push(self._at.version, self._at.digest)
             metrics["weights/sync_seconds"] = report.seconds
             metrics["weights/sync_bytes"] = float(report.received_bytes)
@@ -133,7 +143,8 @@ class StepLoop:
         watch.lap("step_model_update")
         parts.pump.advance(self._at.version)
         parts.status.step = step + 1
-        await self._save_if_due(metrics, watch)
+        if not parts.placement.colocated:
+            await self._save_if_due(metrics, watch)
         metrics.update(self._describe(step, batch, taken))
         watch.lap("step_compute_data_metrics")
         await parts.recorder.texts(step, batch.consumed)
@@ -166,6 +177,11 @@ class StepLoop:
             "system/step": float(step),
         }
 
+    async def _save_first_if_due(self) -> None:
+        """Saves the checkpoint that a run begins with."""
+        if self._parts.checkpoints.due(self._at.step):
+            await self._parts.checkpoints.save(self._at.step, self._at.version)
+
     async def _save_if_due(self, metrics: Metrics, watch: Stopwatch) -> None:
         """Saves a checkpoint, except after the last step: that one follows the loop, however it ends."""
         steps_done, checkpoints = self._at.step, self._parts.checkpoints
@@ -191,6 +207,8 @@ class StepLoop:
             return
         parts, watch = self._parts, Stopwatch()
         plans = parts.planner.validation_groups(kind, steps_done, sampling)
+        if await parts.placement.rollout():
+            await parts.pool.push(self._at.version, self._at.digest)
         parts.status.begin_phase("validating", len(plans))
         result = await validate(kind, steps_done, plans, parts.player, parts.budget, self._at.version)
         await parts.ledger.add_validation(result.records)

@@ -120,6 +120,7 @@ async def run_training(
             status.state = coordinator_pb2.RUN_STATE_RUNNING
         fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
         position = Position(0, found.learner.version, found.learner.digest)
+        await parts.placement.learner()
         if resume is not None and journal is not None:
             loader = CheckpointLoader(peers.learner, fence, config.timeouts.train_s, budgets, status.notice)
             logged = await asyncio.to_thread(read_logged, run_dir.path / METRICS_FILE)

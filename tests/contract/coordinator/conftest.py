@@ -100,6 +100,9 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
         self.after_train: Callable[[], None] = lambda: None
         self.digest_of = digest_of
         self.exports: list[str] = []
+        self.log: list[str] = []
+        self.asleep = False
+        self.wake_fault: Callable[[], None] = lambda: None
         self.device = "cpu"
         self.gap: Callable[[list[learner_pb2.TrainSample]], dict[str, float]] = no_gap
         self.scored: list[list[learner_pb2.TrainSample]] = []
@@ -142,7 +145,9 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
                 commit = request.commit
         assert header is not None and commit is not None
         assert commit.samples == len(samples) and commit.digest == samples_digest(samples)
+        self.require_awake()
         self.before_train()
+        self.log.append(f"train {header.base_version.step}")
         base = header.base_version
         known = self.answers.get(base.step) if base.lineage == self.lineage else None
         if known is None:
@@ -188,7 +193,9 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
     async def SaveCheckpoint(
         self, request: learner_pb2.SaveCheckpointRequest, context: Any
     ) -> learner_pb2.SaveCheckpointResponse:
+        self.require_awake()
         self.before_save()
+        self.log.append(f"save {self.step}")
         self.checkpoints[request.name] = (self.lineage, self.step, dict(self.answers))
         for name in list(self.checkpoints)[: -request.keep] if request.keep else []:
             del self.checkpoints[name]
@@ -210,6 +217,21 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
         return learner_pb2.LoadCheckpointResponse(
             version=weights_pb2.WeightVersion(lineage=lineage, step=step), digest=self.digest_of(step)
         )
+
+    def require_awake(self) -> None:
+        if self.asleep:
+            raise precondition(Reason.ASLEEP, "the learner is asleep")
+
+    async def Sleep(self, request: Any, context: Any) -> learner_pb2.LearnerServiceSleepResponse:
+        self.asleep = True
+        self.log.append("learner sleeps")
+        return learner_pb2.LearnerServiceSleepResponse()
+
+    async def Wake(self, request: Any, context: Any) -> learner_pb2.LearnerServiceWakeResponse:
+        self.wake_fault()
+        self.asleep = False
+        self.log.append("learner wakes")
+        return learner_pb2.LearnerServiceWakeResponse()
 
     async def Export(self, request: learner_pb2.ExportRequest, context: Any) -> learner_pb2.ExportResponse:
         if request.name in self.exports:
@@ -247,6 +269,7 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         self.plays_with: Callable[[], int] = lambda: self.version.step
         self.capacity = 64
         self.in_flight = 0
+        self.asleep = False
 
     async def before_group(self, request: rollout_pb2.RunGroupRequest) -> None:
         await asyncio.sleep(0)
@@ -274,12 +297,26 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
         await self.before_update()
         await self.fetch(self, request)
         assert request.source.target
+        if self.asleep:
+            self.log.append(f"stage {request.version.step}")
+            raise precondition(Reason.ASLEEP, "the rollout server is asleep")
         self.version = request.version
         self.updates.append(request.version.step)
         self.log.append(f"update {request.version.step}")
         return rollout_pb2.UpdateWeightsResponse(
             version=request.version, digest=self.digest_of(request.version.step), received_bytes=100
         )
+
+    async def Sleep(self, request: rollout_pb2.SleepRequest, context: Any) -> rollout_pb2.SleepResponse:
+        assert not self.in_flight
+        self.asleep, self.version = True, weights_pb2.WeightVersion()
+        self.log.append("rollout sleeps")
+        return rollout_pb2.SleepResponse()
+
+    async def Wake(self, request: rollout_pb2.WakeRequest, context: Any) -> rollout_pb2.WakeResponse:
+        self.asleep = False
+        self.log.append("rollout wakes")
+        return rollout_pb2.WakeResponse()
 
     async def CheckWeights(
         self, request: rollout_pb2.CheckWeightsRequest, context: Any

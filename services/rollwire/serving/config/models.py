@@ -137,6 +137,10 @@ class RunConfig(Section):
     max_staleness: Annotated[int, Field(ge=0, le=64)] = 0
     """Most training steps that a trained episode may lag behind the weights. 0 alternates rollout and training."""
 
+    placement: Literal["separate", "colocated"] = "separate"
+    """`colocated`: learner and rollout servers share devices and take turns, each in host memory while the other works.
+    Needs `max_staleness: 0`, and with vLLM `rollout.vllm.sleep_mode`."""
+
     environments: list[TrainEnvironment] = Field(default=[TrainEnvironment(tag="FrozenLake")])
     """What the run plays."""
 
@@ -217,6 +221,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"run.deterministic is true, but max_staleness is {self.max_staleness}: which weights play an episode "
                 "would depend on timing; set max_staleness=0"
+            )
+        if self.placement == "colocated" and self.max_staleness > 0:
+            raise ValueError(
+                f"placement is colocated, but max_staleness is {self.max_staleness}: rollout servers and learner take "
+                "turns, so episodes cannot be played while the learner trains; set max_staleness=0"
             )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0; training needs a policy that explores: choose a value > 0")
