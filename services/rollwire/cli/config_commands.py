@@ -1,9 +1,11 @@
-"""`rollwire config`: show and schema."""
+"""`rollwire config`: show, schema and import-roll."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rollwire.cli.arguments import split_arguments
 from rollwire.serving.config import RunConfig, load_config
@@ -19,3 +21,12 @@ def show(arguments: Sequence[str] | None) -> None:
 def schema() -> None:
     """Prints the JSON Schema."""
     print(json.dumps(RunConfig.model_json_schema(), indent=2))
+
+
+def import_roll(path: Path) -> None:
+    """Prints a ROLL file as a configuration, and on stderr what happened to its keys. Raises `ConfigError`."""
+    from rollwire.cli.import_roll.convert import convert
+
+    converted = convert(path)
+    print(converted.yaml, end="")
+    print(converted.report, file=sys.stderr)

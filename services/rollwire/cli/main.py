@@ -156,6 +156,19 @@ def config_schema() -> None:
         schema()
 
 
+@config_app.command("import-roll")
+def config_import_roll(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="YAML file of ROLL's agentic pipeline.", show_default=False)
+    ],
+) -> None:
+    """Print a ROLL configuration as one of Rollwire, and on stderr each key that was changed or left out, and why."""
+    with user_errors():
+        from rollwire.cli.config_commands import import_roll
+
+        import_roll(path)
+
+
 @app.command("env", add_help_option=False, context_settings=_PASS_ON)
 def env(context: typer.Context) -> None:
     """List environments, and play one in the terminal."""

@@ -29,7 +29,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: The file is missing or broken, a key is unknown, or a value is not allowed.
     """
-    merged = OmegaConf.merge(_read_file(path), _read_overrides(overrides))
+    merged = OmegaConf.merge(read_yaml(path), _read_overrides(overrides))
     try:
         plain = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
@@ -47,7 +47,12 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _read_file(path: Path | None) -> DictConfig:
+def read_yaml(path: Path | None) -> DictConfig:
+    """Reads a YAML file that holds a mapping, interpolations left as they are; without a file there is nothing in it.
+
+    Raises:
+        ConfigError: It is missing, no YAML, or holds no mapping.
+    """
     if path is None:
         return OmegaConf.create({})
     try:
