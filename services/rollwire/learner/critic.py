@@ -55,13 +55,12 @@ class Critic:
         with torch.no_grad(), self._precision():
             self.packs = find_packing(model, device, self.sharding, self.ranks, packing, OTHER_LENGTH[precision])
         self.sharding.reshard()
-        self._add_to_grad = self.ranks.meshes is None
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Returns the predicted return from each of a batch's N targets on, given what comes before, float32[N]."""
 
         def compute() -> Tensor:
-            with rows_added_to_gradient(self.model) if self._add_to_grad else nullcontext():
+            with rows_added_to_gradient(self.model):
                 hidden: Tensor = self.model.base_model(**batch.model_inputs)[0]
             wanted = hidden.flatten(0, 1).index_select(0, batch.sources)
             with torch.autocast(self.device.type, enabled=False):

@@ -67,7 +67,6 @@ class Policy:
             )
             self.packs = find_packing(model, device, self.sharding, self.ranks, packing, OTHER_LENGTH[precision])
         self.sharding.reshard()
-        self._add_to_grad = self.ranks.meshes is None
 
     @property
     def head_is_separable(self) -> bool:
@@ -117,7 +116,7 @@ class Policy:
             logits: Tensor = self.model(**batch.model_inputs).logits
             wanted = logits.flatten(0, 1).index_select(0, batch.sources)
             return score_logits(wanted, batch.targets, temperature, entropy_gradient=entropy_gradient)
-        with rows_added_to_gradient(self.model) if self._add_to_grad else nullcontext():
+        with rows_added_to_gradient(self.model):
             hidden: Tensor = self.model.base_model(**batch.model_inputs)[0]
         return score_hidden(
             self._head,
@@ -126,7 +125,7 @@ class Policy:
             temperature,
             vocabulary=self.vocabulary_size,
             entropy_gradient=entropy_gradient,
-            add_to_grad=self._add_to_grad,
+            add_to_grad=True,
         )
 
     def _precision(self) -> AbstractContextManager[Any]:
