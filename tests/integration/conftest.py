@@ -35,9 +35,9 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "rollwire.cli.main", *map(str, arguments)]
 
 
-def rollwire(*arguments: object, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def rollwire(*arguments: object, timeout_s: float = 240, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False
+        command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False, cwd=cwd
     )
 
 

@@ -68,6 +68,8 @@ def test_config_show_is_a_configuration_and_schema_a_schema(tmp_path: Path) -> N
     [
         (["launch"], 2, "CONFIG is missing"),
         (["launch", "nowhere.yaml"], 2, "configuration file nowhere.yaml does not exist"),
+        (["config", "import-roll", "nowhere.yaml"], 2, "configuration file nowhere.yaml does not exist"),
+        (["config", "import-roll", EXAMPLE], 2, "no configuration of ROLL's agentic pipeline"),
         (["launch", EXAMPLE, "run.max_stps=3"], 2, "unknown key run.max_stps; did you mean run.max_steps?"),
         (["launch", EXAMPLE, "batch.episodes_per_group=1"], 2, "needs at least 2"),
         (["launch", EXAMPLE, "model.path=/nowhere"], 1, "model.path is '/nowhere': there is no such directory"),

@@ -51,23 +51,27 @@ def map_rollout(conversion: Conversion) -> None:
 
 
 def _servers(conversion: Conversion, parallel: int) -> None:
-    """Accounts for the devices of the engine: every copy of it is a server."""
-    key = f"{_INFER}.device_mapping"
-    serving, training = devices(conversion, _INFER), devices(conversion, "actor_train")
-    copies = max(1, len(serving) // parallel)
+    """Maps the devices of the engine: whether the learner has the same ones, and how many copies of it they are for."""
+    key, train_key = (f"{worker}.device_mapping" for worker in (_INFER, "actor_train"))
+    serving, training = set(devices(conversion, _INFER)), set(devices(conversion, "actor_train"))
     reasons = []
+    if serving & training and conversion.settings.get(("max_staleness",)) == 0:
+        conversion.put("placement", "colocated", key, train_key)
+        conversion.put("rollout.vllm.sleep_mode", True, key, train_key)
+        if serving != training:
+            reasons.append("only a part is shared with actor_train, but all take turns with the learner")
+    elif serving & training:
+        reasons.append(
+            "shared with actor_train: episodes are played while the learner trains, so both must fit on the device "
+            "together, see rollout.vllm.gpu_memory_utilization"
+        )
+    copies = max(1, len(serving) // parallel)
     if copies > 1:
         each = "device" if parallel == 1 else f"{parallel} devices"
         reasons.append(
             f"{copies} engines are {copies} rollout servers, one per {each}; `rollwire launch` starts one, "
             "`rollwire train` takes all under services.rollout"
         )
-    if set(serving) & set(training):
-        reasons.append(
-            "shared with actor_train: rollout server and learner are processes that must fit on the device together, "
-            "see rollout.vllm.gpu_memory_utilization"
-        )
     if reasons:
         conversion.mark(key, Fate.CHANGED, "; ".join(reasons))
-    else:
-        conversion.mark(key, Fate.IGNORED, "a server takes the devices that it sees when it is started")
+    conversion.rest(key, Fate.IGNORED, "a server takes the devices that it sees when it is started")

@@ -70,7 +70,8 @@ def test_the_frozen_lake_examples_keep_their_arithmetic(
     assert config.learner.world_size == learner
     about_devices = told(convert(FIXTURES / f"{name}.yaml"), "actor_infer.device_mapping")
     assert (f"{servers} rollout servers" in about_devices) == (servers > 1)
-    assert ("shared with actor_train" in about_devices) == (name != "async")
+    assert config.placement == ("separate" if name == "async" else "colocated")
+    assert config.rollout.vllm.sleep_mode == (name != "async")
     assert [entry.tag for entry in config.environments] == ["FrozenLake"]
 
 
@@ -208,6 +209,9 @@ def test_one_key_at_a_time(tmp_path: Path, changes: dict[str, Any], key: str, va
     ("changes", "key", "heading"),
     [
         ({"ppo_epochs": 2}, "ppo_epochs", "Unsupported"),
+        ({"async_generation_ratio": 1}, "actor_infer.device_mapping", "Mapped with a change"),
+        ({"actor_infer.device_mapping": "[0, 1]"}, "actor_infer.device_mapping", "Mapped with a change"),
+        ({"actor_infer.device_mapping": "[1]"}, "actor_infer.device_mapping", "Ignored"),
         ({"whiten_rewards": True}, "whiten_rewards", "Unsupported"),
         ({"gamma": 0.9, "whiten_advantages": False}, "gamma", "Unsupported"),
         ({"train_env_manager.group_size_redundancy": 1}, "train_env_manager.group_size_redundancy", "Unsupported"),
