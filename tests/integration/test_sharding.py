@@ -229,3 +229,17 @@ def test_models_that_cannot_be_split_are_refused(
 ) -> None:
     error = run(model, world_size=size, tensor_parallel_size=size)
     assert isinstance(error, str) and message in error and "ServeError" in error
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [{"world_size": 2}, {"world_size": 2, "sharding": "zero3", "gradient_checkpointing": True}],
+    ids=["zero2", "zero3"],
+)
+def test_adapters_on_several_ranks_train_as_on_one(train: Train, ranks: dict[str, Any]) -> None:
+    """The frozen base is sharded too, and merged weights are compared."""
+    lora = {"lora": {"rank": 4, "alpha": 8}}
+    one, many = train(**lora), train(**lora, **ranks)
+    assert_same(one, many, relative=5e-6)
+    earlier = train(**lora, scenario={"steps": 1})
+    assert any(np.abs(many.weights[name] - weight).max() > 1e-4 for name, weight in earlier.weights.items())
