@@ -128,3 +128,15 @@ def test_values_that_roll_would_not_take_either_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         converted(tmp_path, changes)
+
+
+def test_older_files_that_include_deepspeed_convert(tmp_path: Path) -> None:
+    names = ("traj_envs", "deepspeed_zero", "deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3_cpuoffload")
+    changes = {
+        "defaults": [f"../config/{name}@_here_" for name in names],
+        "actor_train.strategy_args": {"strategy_name": "deepspeed_train", "strategy_config": "${deepspeed_zero3}"},
+    }
+    result = converted(tmp_path, changes)
+    assert setting(result, "learner.sharding") == "zero3"
+    assert "FSDP2" in told(result, "actor_train.strategy_args.strategy_name")
+    assert "FSDP2" in told(result, "actor_train.strategy_args.strategy_config")
