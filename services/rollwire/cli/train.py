@@ -95,6 +95,8 @@ def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, 
         console.print(how_to_resume(run_dir, launch=launch), markup=False, highlight=False, soft_wrap=True)
         raise SystemExit(EXIT_STATUS[interrupts.received])
     print_summary(console, summary, run_dir)
+    if summary.stop_cause is not None:
+        console.print(how_to_resume(run_dir, launch=launch), markup=False, highlight=False, soft_wrap=True)
 
 
 async def _supervised(

@@ -106,6 +106,7 @@ async def test_status_and_stop(world: Any, rollwire: Rollwire) -> None:
     assert (status, output) == (0, "stopping\n")
     status, output, _ = await finish(process)
     assert status == 0 and "stopped early  seen enough" in output
+    assert output.splitlines()[-1] == f"resume with: rollwire train --resume {run_dir(world)}"
     assert state(world) == "stopped"
 
 
