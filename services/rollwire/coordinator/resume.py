@@ -110,7 +110,9 @@ class Resumption:
             loaded = await self._loader.load(record, new_lineage=True)
             if loaded is not None:
                 return _Start(record.step, loaded.version, loaded.digest, exact=False)
-        raise ResumeError("the run cannot be resumed: it has no checkpoint to begin another lineage from; start a new run")
+        raise ResumeError(
+            "the run cannot be resumed: it has no checkpoint to begin another lineage from; start a new run"
+        )
 
     def _goes_on(self, version: weights_pb2.WeightVersion) -> bool:
         """Tells whether a learner that was not restarted is where the journal ends."""

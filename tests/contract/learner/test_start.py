@@ -16,6 +16,7 @@ import torch
 
 from rollwire.client.learner import LearnerClient
 from rollwire.learner import service
+from rollwire.learner.policy_losses import POLICY_LOSSES
 from rollwire.learner.service import LearnerServer
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.serving.config.models import RunConfig
@@ -35,7 +36,7 @@ async def test_the_learner_describes_itself(connect: Any, model_directory: Calla
     assert info.version.lineage.startswith("lineage-") and info.version.step == 0
     assert len(info.digest) == 32
     assert info.resident_bytes > 50 << 20
-    assert list(info.policy_losses) == ["ppo_clip"]
+    assert list(info.policy_losses) == list(POLICY_LOSSES)
     assert info.parameters > 0
 
 

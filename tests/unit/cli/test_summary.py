@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rollwire.cli.summary import Curve, curves, print_summary
-from rollwire.coordinator.loop import Totals
+from rollwire.coordinator.journaled import Totals
 from rollwire.coordinator.run import RunSummary
 from rollwire.coordinator.run_dir import RunDir
 
