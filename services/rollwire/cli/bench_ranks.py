@@ -29,13 +29,13 @@ from rollwire.cli.bench_process import tree_cpu_s
 from rollwire.client.learner import LearnerClient
 from rollwire.coordinator.launcher import ALLOCATOR_ENVIRONMENT
 from rollwire.serving.server import ServeError
-from rollwire.v1 import learner_pb2
+from rollwire.v1 import learner_pb2, trajectory_pb2
 
 _START_TIMEOUT_S: Final = 300.0
 _STOP_TIMEOUT_S: Final = 30.0
 _POLL_S: Final = 0.1
 _LONGEST_TOKENS: Final = 1024
-_FENCE: Final = {"run_id": "bench-ranks", "epoch": 1}
+_FENCE: Final = trajectory_pb2.Fence(run_id="bench-ranks", epoch=1)
 
 
 @dataclass
@@ -75,7 +75,9 @@ def bench_ranks(
     with tempfile.TemporaryDirectory(prefix="rollwire-bench-") as scratch, ExitStack() as stack:
         directory = Path(scratch)
         _make_model(directory / "model", hidden_size, layers, vocabulary)
-        servers = {size: stack.enter_context(_learner(directory, size, overrides or [])) for size in (1, world_size)}
+        servers = {
+            size: stack.enter_context(learner_server(directory, size, overrides or [])) for size in (1, world_size)
+        }
         result = asyncio.run(_measure(servers, samples, rounds, vocabulary))
     if as_json:
         print(json.dumps({**vars(result), "speedup": result.speedup(world_size)}))
@@ -84,7 +86,14 @@ def bench_ranks(
 
 
 @dataclass(frozen=True)
-class _Server:
+class RunningLearner:
+    """A learner's server.
+
+    Attributes:
+        address: Where it listens.
+        pid: Of rank 0.
+    """
+
     address: str
     pid: int
 
@@ -108,8 +117,8 @@ def _make_model(directory: Path, hidden_size: int, layers: int, vocabulary: int)
 
 
 @contextmanager
-def _learner(directory: Path, size: int, overrides: list[str]) -> Iterator[_Server]:
-    """Serves a learner of so many ranks.
+def learner_server(directory: Path, size: int, overrides: list[str]) -> Iterator[RunningLearner]:
+    """Serves a learner of so many ranks, of the model in `directory`/model.
 
     Raises:
         ServeError: It does not start.
@@ -138,7 +147,7 @@ def _learner(directory: Path, size: int, overrides: list[str]) -> Iterator[_Serv
             if process.poll() is not None or time.monotonic() > end:
                 raise ServeError(f"the learner of {size} ranks did not start: {log.read_text()[-1000:]}")
             time.sleep(_POLL_S)
-        yield _Server(json.loads(ready.read_text())["address"], process.pid)
+        yield RunningLearner(json.loads(ready.read_text())["address"], process.pid)
     finally:
         process.terminate()
         try:
@@ -148,7 +157,7 @@ def _learner(directory: Path, size: int, overrides: list[str]) -> Iterator[_Serv
             process.wait()
 
 
-async def _measure(servers: dict[int, _Server], samples: int, rounds: int, vocabulary: int) -> RanksResult:
+async def _measure(servers: dict[int, RunningLearner], samples: int, rounds: int, vocabulary: int) -> RanksResult:
     """Trains both learners in turns."""
     clients = {size: LearnerClient(server.address) for size, server in servers.items()}
     result: RanksResult | None = None
