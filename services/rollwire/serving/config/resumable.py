@@ -11,6 +11,8 @@ from rollwire.serving.config.models import RunConfig
 HARMLESS: Final = (
     "environment.disable_after_failures",
     "environment.max_sessions",
+    "placement",
+    "rollout.same_host_weights",
     "run.checkpoint_every_steps",
     "run.keep_checkpoints",
     "run.max_steps",
@@ -28,12 +30,15 @@ ROUNDING: Final = (
     "learner.fsdp_size",
     "learner.gradient_checkpointing",
     "learner.micro_batch_tokens",
+    "learner.packing",
     "learner.sharding",
     "learner.tensor_parallel_size",
     "learner.torch_threads",
     "learner.world_size",
     "rollout.max_concurrent_sequences",
+    "rollout.max_episodes",
     "rollout.torch_threads",
+    "rollout.vllm",
 )
 """Settings that change results by rounding alone: with them the run goes on in a new lineage."""
 
