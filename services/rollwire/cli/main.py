@@ -205,6 +205,15 @@ def bench_rollout(context: typer.Context) -> None:
         _run_bench(command, "rollout", context.args)
 
 
+@bench_app.command("learner", add_help_option=False, context_settings=_PASS_ON)
+def bench_learner(context: typer.Context) -> None:
+    """Tokens per second and peak memory of an update, beside TRL and a plain loop."""
+    with user_errors():
+        from rollwire.cli.bench_learner import bench_learner as command
+
+        _run_bench(command, "learner", context.args)
+
+
 @bench_app.command("ranks", add_help_option=False, context_settings=_PASS_ON)
 def bench_ranks(context: typer.Context) -> None:
     """Training steps of a learner of several ranks, beside one of a single rank."""
