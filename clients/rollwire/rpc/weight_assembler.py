@@ -22,6 +22,7 @@ from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_delta import UNCHANGED, SparseTensor, apply_sparse
 from rollwire.rpc.weight_lanes import INLINE_BYTES, Lane, Lanes, default_threads
+from rollwire.rpc.weight_low_rank import LowRank, LowRankBases, merge_low_rank
 from rollwire.rpc.weight_manifest import (
     ELEMENT_BYTES,
     Base,
@@ -40,6 +41,7 @@ ALIGNMENT_BYTES: Final = 64
 
 _FULL: Final = weights_pb2.TENSOR_ENCODING_FULL
 _UNCHANGED: Final = weights_pb2.TENSOR_ENCODING_UNCHANGED
+_LOW_RANK: Final = weights_pb2.TENSOR_ENCODING_LOW_RANK
 
 
 class HeldWeights:
@@ -51,6 +53,7 @@ class HeldWeights:
         tensor_digests: `TensorSpec.digest` of each tensor, by name.
         tensors: The tensors in the order they arrived; their memory is one buffer, see `release`.
         step: What changed from the base, where that was asked for and the version came so.
+        low_rank: Adapters that tensors came as, beside `step`.
     """
 
     def __init__(
@@ -61,12 +64,15 @@ class HeldWeights:
         buffers: HostBuffers,
         offsets: Mapping[str, int],
         step: Step | None = None,
+        low_rank: Mapping[str, LowRank] | None = None,
     ) -> None:
         self.version = manifest.version
         self.digest = manifest.digest
         self.tensor_digests = {spec.name: spec.digest for spec in manifest.tensors}
         self.tensors = tensors
         self.step = step
+        self.low_rank = low_rank if low_rank is not None else {}
+        self._low_rank_bases = {spec.name: spec.low_rank_base_digest for spec in manifest.tensors}
         self._offsets = offsets
         self._buffer: memoryview | None = buffer
         self._buffers = buffers
@@ -79,7 +85,10 @@ class HeldWeights:
     def manifest(self) -> weights_pb2.WeightManifest:
         """Describes these weights for another reader, without hashing them again."""
         layouts = {name: TensorLayout(tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
-        return full_manifest(self.version, layouts, self.tensor_digests)
+        manifest = full_manifest(self.version, layouts, self.tensor_digests)
+        for spec in manifest.tensors:
+            spec.low_rank_base_digest = self._low_rank_bases[spec.name]
+        return manifest
 
     def shared(self) -> SharedVersion | None:
         """Returns the file that the tensors lie in, in the manifest's order; None if they lie in private memory."""
@@ -99,7 +108,7 @@ class HeldWeights:
 class _Slot:
     """Receives one tensor.
 
-    `sink` takes payload bytes as they arrive: the tensor itself for a full payload, `payload` for a sparse one.
+    `sink` takes payload bytes as they arrive: the tensor itself for a full payload, `payload` for another one.
     """
 
     spec: weights_pb2.TensorSpec
@@ -109,6 +118,7 @@ class _Slot:
     lane: Lane
     hasher: TensorHasher
     change: SparseTensor | None = None
+    low_rank: LowRank | None = None
 
 
 class WeightAssembler:
@@ -128,6 +138,8 @@ class WeightAssembler:
         buffers: Where the memory comes from; by default a buffer of its own.
         threads: Worker threads; None for the machine's default, 0 for none.
         keep_changes: Keep the changes that arrive, for `HeldWeights.step`; at most `KEPT_CHANGES` of the version.
+        low_rank_bases: What adapters are added to; named in `FetchWeightsRequest.low_rank_bases`. `result` brings it
+            up to what the version shows.
         take_file: Returns the open file that the source has handed over; `SameHostOffer.take`. It stays open until
             `result` or `close` has returned.
     """
@@ -141,8 +153,10 @@ class WeightAssembler:
         buffers: HostBuffers | None = None,
         threads: int | None = None,
         keep_changes: bool = False,
+        low_rank_bases: LowRankBases | None = None,
         take_file: Callable[[], int] | None = None,
     ) -> None:
+        self._bases = low_rank_bases if low_rank_bases is not None else LowRankBases()
         self._take_file = take_file
         self._keep_changes = keep_changes
         self._expected = expected
@@ -232,7 +246,11 @@ class WeightAssembler:
         tensors = {
             slot.spec.name: HostTensor(slot.spec.dtype, tuple(slot.spec.shape), slot.target) for slot in self._slots
         }
-        self._held = HeldWeights(self._manifest, tensors, self._buffer, self._buffers, self._starts, self._step())
+        self._bases.learn(self._manifest.tensors, tensors)
+        low_rank = {slot.spec.name: slot.low_rank for slot in self._slots if slot.low_rank is not None}
+        self._held = HeldWeights(
+            self._manifest, tensors, self._buffer, self._buffers, self._starts, self._step(), low_rank
+        )
         self._buffer = None
         return self._held
 
@@ -262,9 +280,16 @@ class WeightAssembler:
                 f"asked for was {version_text(self._version)}"
             )
         check_manifest(manifest, self._expected, self._base.base if self._base is not None else None)
-        sparse_bytes = sum(spec.payload_bytes for spec in manifest.tensors if spec.encoding != _FULL)
+        for spec in manifest.tensors:
+            if spec.encoding == _LOW_RANK and self._bases.find(spec.name, spec.low_rank_base_digest) is None:
+                wanted = spec.low_rank_base_digest.hex()[:16]
+                raise corrupt(
+                    f"tensor {spec.name} comes as adapters of weights with digest {wanted}, which are not kept here; "
+                    "fetch the whole version"
+                )
+        change_bytes = sum(spec.payload_bytes for spec in manifest.tensors if spec.encoding != _FULL)
         whole_bytes = sum(spec.byte_size for spec in manifest.tensors)
-        self._keep_changes = self._keep_changes and sparse_bytes <= KEPT_CHANGES * whole_bytes
+        self._keep_changes = self._keep_changes and change_bytes <= KEPT_CHANGES * whole_bytes
         self._manifest = manifest
         end = 0
         for name, layout in self._expected.items():
@@ -355,6 +380,9 @@ class WeightAssembler:
         """Makes the tensor from the base's; runs in a lane."""
         assert self._base is not None
         spec = slot.spec
+        if spec.encoding == _LOW_RANK:
+            self._merge(slot)
+            return
         np.copyto(np.frombuffer(slot.target, np.uint8), np.frombuffer(self._base.tensors[spec.name].data, np.uint8))
         if spec.encoding == _UNCHANGED:  # its digest is the base's: `check_manifest` compared them
             slot.change = UNCHANGED
@@ -363,6 +391,19 @@ class WeightAssembler:
         apply_sparse(slot.target, ELEMENT_BYTES[spec.dtype], change)
         if self._keep_changes:
             slot.change = change
+        slot.payload, slot.sink = bytearray(), memoryview(b"")
+        slot.hasher.update(slot.target)
+        self._verify(slot)
+
+    def _merge(self, slot: _Slot) -> None:
+        """Makes the tensor from adapters and what they are added to; runs in a lane."""
+        spec = slot.spec
+        base = self._bases.find(spec.name, spec.low_rank_base_digest)
+        assert base is not None, "checked with the manifest"
+        change = LowRank(spec.low_rank_base_digest, spec.low_rank, slot.payload)
+        merge_low_rank(slot.target, base, TensorLayout(spec.dtype, tuple(spec.shape)), change)
+        if self._keep_changes:
+            slot.low_rank = change
         slot.payload, slot.sink = bytearray(), memoryview(b"")
         slot.hasher.update(slot.target)
         self._verify(slot)

@@ -45,6 +45,7 @@ def supported_encodings() -> tuple[weights_pb2.TensorEncoding.ValueType, ...]:
         weights_pb2.TENSOR_ENCODING_FULL,
         weights_pb2.TENSOR_ENCODING_UNCHANGED,
         weights_pb2.TENSOR_ENCODING_SPARSE,
+        weights_pb2.TENSOR_ENCODING_LOW_RANK,
     )
     return plain if zstandard is None else (*plain, weights_pb2.TENSOR_ENCODING_SPARSE_ZSTD)
 

@@ -27,6 +27,8 @@ BLOCK_HEAD_BYTES: Final = 8
 
 _FULL: Final = weights_pb2.TENSOR_ENCODING_FULL
 _UNCHANGED: Final = weights_pb2.TENSOR_ENCODING_UNCHANGED
+_LOW_RANK: Final = weights_pb2.TENSOR_ENCODING_LOW_RANK
+_DIGEST_BYTES: Final = 32
 SPARSE_ENCODINGS: Final = (weights_pb2.TENSOR_ENCODING_SPARSE, weights_pb2.TENSOR_ENCODING_SPARSE_ZSTD)
 
 
@@ -76,6 +78,12 @@ class Base:
     version: weights_pb2.WeightVersion
     digest: bytes
     tensor_digests: Mapping[str, bytes]
+
+
+def factor_bytes(layout: TensorLayout, rank: int) -> int:
+    """Returns the size of two float32 factors whose product is a matrix of this layout."""
+    rows, columns = layout.shape
+    return 4 * rank * (rows + columns)
 
 
 def corrupt(message: str) -> RollwireError:
@@ -188,12 +196,16 @@ def _check_spec(spec: weights_pb2.TensorSpec, layout: TensorLayout, held: Mappin
     elif spec.encoding == _UNCHANGED:
         sound = not (spec.payload_bytes or spec.changed_elements or spec.sparse_bytes)
         sound = sound and held.get(spec.name) == spec.digest
+    elif spec.encoding == _LOW_RANK:
+        sound = _is_low_rank_sound(spec, layout)
     else:
         sound = _is_sparse_sound(spec, layout)
-    if not sound or spec.byte_size != size:
+    sound = sound and (spec.encoding == _LOW_RANK or not spec.low_rank)
+    if not sound or spec.byte_size != size or len(spec.low_rank_base_digest) not in (0, _DIGEST_BYTES):
         raise corrupt(
             f"tensor {spec.name} announces {spec.payload_bytes} of {size} bytes, {spec.changed_elements} changed "
-            f"elements and {spec.sparse_bytes} sparse bytes in encoding {spec.encoding}, which do not fit together"
+            f"elements, {spec.sparse_bytes} sparse bytes and rank {spec.low_rank} in encoding {spec.encoding}, "
+            "which do not fit together"
         )
 
 
@@ -207,6 +219,14 @@ def _is_sparse_sound(spec: weights_pb2.TensorSpec, layout: TensorLayout) -> bool
     plain = spec.encoding == weights_pb2.TENSOR_ENCODING_SPARSE
     fits = spec.payload_bytes == spec.sparse_bytes if plain else 0 < spec.payload_bytes < spec.sparse_bytes
     return fits and spec.payload_bytes < layout.byte_size
+
+
+def _is_low_rank_sound(spec: weights_pb2.TensorSpec, layout: TensorLayout) -> bool:
+    """Tells whether a tensor can have such factors; the check bounds what merging may allocate."""
+    if len(layout.shape) != 2 or layout.dtype == weights_pb2.DATA_TYPE_INT64 or not spec.low_rank:
+        return False
+    fits = spec.payload_bytes == factor_bytes(layout, spec.low_rank) < layout.byte_size
+    return fits and bool(spec.low_rank_base_digest) and not (spec.changed_elements or spec.sparse_bytes)
 
 
 def _layout_text(dtype: weights_pb2.DataType.ValueType, shape: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import Lock
 from typing import Final, TypeAlias
 from weakref import WeakSet
@@ -15,6 +15,7 @@ from rollwire.rpc.memory_file import FileMapping, GrowingFile, SharedVersion
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_delta import UNCHANGED
 from rollwire.rpc.weight_lanes import Lanes, default_threads
+from rollwire.rpc.weight_low_rank import LowRank, declared_bases
 from rollwire.rpc.weight_manifest import HostTensor, TensorLayout
 from rollwire.rpc.weight_pieces import Piece, PieceQueue, whole_piece
 from rollwire.rpc.weight_snapshot import Snapshot, SnapshotBuilder
@@ -137,7 +138,10 @@ class WeightPublisher:
         return self._steps.held_bytes
 
     def publish(
-        self, version: weights_pb2.WeightVersion, tensors: Iterable[PublishedTensor]
+        self,
+        version: weights_pb2.WeightVersion,
+        tensors: Iterable[PublishedTensor],
+        low_rank: Mapping[str, LowRank] | None = None,
     ) -> weights_pb2.WeightManifest:
         """Replaces the present version.
 
@@ -146,6 +150,8 @@ class WeightPublisher:
         Args:
             version: The new version.
             tensors: Every tensor once, always in the same order.
+            low_rank: What tensors are made from by adding adapters, by name. It may be filled while `tensors` is
+                iterated: what concerns a tensor must be there when the tensor is.
 
         Returns:
             The manifest of the new version in full.
@@ -159,7 +165,13 @@ class WeightPublisher:
             try:
                 with Lanes(self._threads, _PENDING_JOBS) as lanes:
                     builder = SnapshotBuilder(
-                        version, self._file, self._begin(version), lanes, self._chunk_bytes, self._steps.reserve
+                        version,
+                        self._file,
+                        self._begin(version),
+                        lanes,
+                        self._chunk_bytes,
+                        self._steps.reserve,
+                        low_rank,
                     )
                     for name, layout, pieces in tensors:
                         builder.add(name, layout, pieces)
@@ -191,6 +203,7 @@ class WeightPublisher:
                     lambda spec: present.pieces(spec.payload_offset, spec.payload_bytes),
                     request,
                     present.shared(),
+                    present.low_rank,
                 )
             else:
                 stream = _full_stream(present)
@@ -268,11 +281,13 @@ def delta_stream(
     pieces: Callable[[weights_pb2.TensorSpec], Iterable[Piece]],
     request: weights_pb2.FetchWeightsRequest,
     shared: SharedVersion | None,
+    low_rank: Mapping[str, LowRank],
 ) -> WeightStream:
-    """Returns the stream of a step, compressed if the reader accepts that.
+    """Returns the stream of a step, compressed if the reader accepts that, adapted tensors as adapters if it can merge.
 
     Taking a version over as a file is a little faster than making it from changes, but a reader that has the changes
-    can pass them on. So there is a choice only where they are too many to be kept.
+    can pass them on. So there is a choice only where they are too many to be kept, and where there are adapters, which
+    take far longer to merge than a file to copy.
 
     Args:
         full: Manifest that sends the version in full.
@@ -280,20 +295,29 @@ def delta_stream(
         pieces: Returns the payload of a tensor, for the ones sent in full.
         request: The reader's.
         shared: The version as a file.
+        low_rank: Adapters of the version.
     """
     manifest = weights_pb2.WeightManifest(
         version=full.version, base=step.base, digest=full.digest, base_digest=step.base_digest
     )
     compressed = weights_pb2.TENSOR_ENCODING_SPARSE_ZSTD in request.accepted_encodings
+    if not merges(request, full):
+        low_rank = {}
     payload: list[Piece] = []
     for whole, known in zip(full.tensors, step.changes, strict=True):
         spec = manifest.tensors.add()
         spec.CopyFrom(whole)
         spec.payload_offset = manifest.payload_bytes
-        if known is None:
+        change = known if known is None or compressed else known.plain()
+        adapter = low_rank.get(whole.name)
+        if adapter is not None and len(adapter.payload) < (whole.byte_size if change is None else len(change.payload)):
+            spec.encoding = weights_pb2.TENSOR_ENCODING_LOW_RANK
+            spec.payload_bytes = len(adapter.payload)
+            spec.low_rank = adapter.rank
+            payload.append(whole_piece(adapter.payload))
+        elif change is None:
             payload.extend(pieces(whole))
         else:
-            change = known if compressed else known.plain()
             spec.encoding = change.encoding
             spec.payload_bytes = len(change.payload)
             spec.changed_elements = change.changed
@@ -301,7 +325,14 @@ def delta_stream(
             payload.append(whole_piece(change.payload))
         manifest.payload_bytes += spec.payload_bytes
     large = manifest.payload_bytes > KEPT_CHANGES * full.payload_bytes
-    return WeightStream(manifest, payload, shared if large else None)
+    merged = any(spec.encoding == weights_pb2.TENSOR_ENCODING_LOW_RANK for spec in manifest.tensors)
+    return WeightStream(manifest, payload, shared if large or merged else None)
+
+
+def merges(request: weights_pb2.FetchWeightsRequest, manifest: weights_pb2.WeightManifest) -> bool:
+    """Tells whether a reader keeps all that adapters of a version are added to."""
+    accepted = weights_pb2.TENSOR_ENCODING_LOW_RANK in request.accepted_encodings
+    return accepted and bool(request.low_rank_bases) and request.low_rank_bases == declared_bases(manifest)
 
 
 def unchanged(version: weights_pb2.WeightVersion, digest: bytes, tensors: int) -> Step:

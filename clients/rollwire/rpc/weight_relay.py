@@ -62,7 +62,9 @@ def _stream(held: HeldWeights, request: weights_pb2.FetchWeightsRequest) -> Weig
             step = held.step
     manifest = held.manifest()
     if step is not None:
-        return delta_stream(manifest, step, lambda spec: _pieces(held, spec.name), request, held.shared())
+        return delta_stream(
+            manifest, step, lambda spec: _pieces(held, spec.name), request, held.shared(), held.low_rank
+        )
     return WeightStream(manifest, (piece for name in held.tensors for piece in _pieces(held, name)), held.shared())
 
 

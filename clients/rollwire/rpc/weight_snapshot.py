@@ -7,13 +7,14 @@ place before they are overwritten. So there is never more than one whole version
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from rollwire.rpc.digests import TensorHasher, tensor_hasher
 from rollwire.rpc.memory_file import FileMapping, GrowingFile, SharedVersion
 from rollwire.rpc.weight_delta import SparseEncoder, SparseTensor
 from rollwire.rpc.weight_lanes import INLINE_BYTES, Lane, Lanes
+from rollwire.rpc.weight_low_rank import LowRank
 from rollwire.rpc.weight_manifest import ELEMENT_BYTES, TensorLayout, full_manifest
 from rollwire.rpc.weight_pieces import PayloadChunk, Piece
 from rollwire.rpc.weight_steps import SPARSE_LIMIT
@@ -30,12 +31,14 @@ class Snapshot:
         layouts: Layout of each tensor, in the manifest's order.
         file: The payload.
         chunks: The payload in pieces that are sent as they are.
+        low_rank: Adapters of the tensors that have some, by name.
     """
 
     manifest: weights_pb2.WeightManifest
     layouts: dict[str, TensorLayout]
     file: FileMapping
     chunks: list[PayloadChunk]
+    low_rank: dict[str, LowRank] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._offsets = [0]
@@ -63,7 +66,8 @@ class _Tensor:
     """A tensor on its way into a snapshot; the methods run in its lane.
 
     `change` is None, when the last byte was taken, for a tensor that is to be sent in full; `comparable` is False when
-    it could not be compared at all.
+    it could not be compared at all. `adapted` says that there is another way to send it, so that a sparse payload for
+    which there is no memory does not end the comparison of all tensors.
     """
 
     lane: Lane
@@ -71,14 +75,23 @@ class _Tensor:
     comparable: bool
     missing: int
     hasher: TensorHasher
+    adapted: bool
     change: SparseTensor | None = None
+    spent: int = 0  # bytes that `spend` was told of
 
     def take(self, old: memoryview | None, new: memoryview, spend: Callable[[int], bool]) -> None:
         """Hashes the next bytes and compares them with the old ones; without old ones the comparison ends."""
         self.hasher.update(new)
         self.missing -= new.nbytes
-        if self.encoder is not None and (old is None or not self._compare(self.encoder, old, new, spend)):
+        if self.encoder is None:
+            return
+        encoder = self.encoder
+        if old is None:
             self.comparable, self.encoder, self.change = False, None, None
+        elif not self._compare(encoder, old, new, spend):
+            if self.adapted:
+                spend(-self.spent)
+            self.comparable, self.encoder, self.change = self.adapted, None, None
 
     def _compare(self, encoder: SparseEncoder, old: memoryview, new: memoryview, spend: Callable[[int], bool]) -> bool:
         before = encoder.held_bytes
@@ -87,7 +100,8 @@ class _Tensor:
         if not self.missing:
             self.change, self.encoder = encoder.finish(), None
             held = len(self.change.payload) if self.change is not None else 0
-        return spend(held - before)
+        self.spent += held - before
+        return held == before or spend(held - before)
 
 
 class SnapshotBuilder:
@@ -101,6 +115,8 @@ class SnapshotBuilder:
         chunk_bytes: Largest size of a chunk, from 16 KiB to 2 MiB. A chunk ends where an element does, and holds either
             bytes of one large tensor or any number of small ones.
         spend: Called from the lanes with the growth of the encoded changes in bytes; False gives up encoding.
+        low_rank: The adapters of tensors that have some; those of a tensor are there when it is added. Its sparse
+            payload is kept only where it is shorter.
     """
 
     def __init__(
@@ -111,6 +127,7 @@ class SnapshotBuilder:
         lanes: Lanes,
         chunk_bytes: int,
         spend: Callable[[int], bool],
+        low_rank: Mapping[str, LowRank] | None = None,
     ) -> None:
         self._version = version
         self._file = file
@@ -120,6 +137,7 @@ class SnapshotBuilder:
         self._lanes = lanes
         self._chunk_bytes = chunk_bytes
         self._spend = spend
+        self._low_rank = low_rank if low_rank is not None else {}
         self._layouts: dict[str, TensorLayout] = {}
         self._tensors: list[_Tensor] = []
         self._ends: list[int] = []  # of the chunks
@@ -153,8 +171,12 @@ class SnapshotBuilder:
             self._flush()
         self._last_bytes = size
         word_bytes = ELEMENT_BYTES[layout.dtype]
-        encoder = SparseEncoder(word_bytes, int(SPARSE_LIMIT * size)) if self._previous is not None else None
-        tensor = _Tensor(self._lanes.lane(size), encoder, encoder is not None, size, tensor_hasher())
+        adapter = self._low_rank.get(name)
+        limit_bytes = min(int(SPARSE_LIMIT * size), len(adapter.payload) if adapter is not None else size)
+        encoder = SparseEncoder(word_bytes, limit_bytes) if self._previous is not None else None
+        tensor = _Tensor(
+            self._lanes.lane(size), encoder, encoder is not None, size, tensor_hasher(), adapter is not None
+        )
         self._layouts[name] = layout
         self._tensors.append(tensor)
         taken = 0
@@ -184,7 +206,12 @@ class SnapshotBuilder:
         for end, crc32 in zip(self._ends, self._crc32, strict=True):
             chunks.append(PayloadChunk(view[start:end], crc32))
             start = end
-        snapshot = Snapshot(full_manifest(self._version, self._layouts, digests), self._layouts, file, chunks)
+        manifest = full_manifest(self._version, self._layouts, digests)
+        low_rank = {name: self._low_rank[name] for name in self._layouts if name in self._low_rank}
+        for spec in manifest.tensors:
+            if spec.name in low_rank:
+                spec.low_rank_base_digest = low_rank[spec.name].base_digest
+        snapshot = Snapshot(manifest, self._layouts, file, chunks, low_rank)
         comparable = self._previous is not None and all(tensor.comparable for tensor in self._tensors)
         return snapshot, [tensor.change for tensor in self._tensors] if comparable else None
 

@@ -24,35 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollwire/v1/weights.proto\x12\x0brollwire.v1\".\n\rWeightVersion\x12\x0f\n\x07lineage\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\x80\x02\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05\x64type\x18\x02 \x01(\x0e\x32\x15.rollwire.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12-\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x1b.rollwire.v1.TensorEncoding\x12\x16\n\x0epayload_offset\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\x04\x12\x18\n\x10\x63hanged_elements\x18\t \x01(\x04\x12\x14\n\x0csparse_bytes\x18\n \x01(\x04\"\xcd\x01\n\x0eWeightManifest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12(\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.rollwire.v1.TensorSpec\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x13\n\x0b\x62\x61se_digest\x18\x06 \x01(\x0c\":\n\x0bWeightChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"5\n\x0cWeightCommit\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\"*\n\x0cWeightSource\x12\x10\n\x06target\x18\x01 \x01(\tH\x00\x42\x08\n\x06source\"\xbf\x01\n\x13\x46\x65tchWeightsRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12(\n\x04have\x18\x02 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x37\n\x12\x61\x63\x63\x65pted_encodings\x18\x03 \x03(\x0e\x32\x1b.rollwire.v1.TensorEncoding\x12\x18\n\x10same_host_socket\x18\x04 \x01(\t\"$\n\nWeightFile\x12\x16\n\x0etensor_offsets\x18\x01 \x03(\x04\"\xd0\x01\n\x14\x46\x65tchWeightsResponse\x12/\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.rollwire.v1.WeightManifestH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.rollwire.v1.WeightChunkH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.rollwire.v1.WeightCommitH\x00\x12\'\n\x04\x66ile\x18\x04 \x01(\x0b\x32\x17.rollwire.v1.WeightFileH\x00\x42\x06\n\x04part*\x80\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x04*\xa7\x01\n\x0eTensorEncoding\x12\x1f\n\x1bTENSOR_ENCODING_UNSPECIFIED\x10\x00\x12\x18\n\x14TENSOR_ENCODING_FULL\x10\x01\x12\x1d\n\x19TENSOR_ENCODING_UNCHANGED\x10\x02\x12\x1a\n\x16TENSOR_ENCODING_SPARSE\x10\x03\x12\x1f\n\x1bTENSOR_ENCODING_SPARSE_ZSTD\x10\x04\x32g\n\x0eWeightsService\x12U\n\x0c\x46\x65tchWeights\x12 .rollwire.v1.FetchWeightsRequest\x1a!.rollwire.v1.FetchWeightsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollwire/v1/weights.proto\x12\x0brollwire.v1\".\n\rWeightVersion\x12\x0f\n\x07lineage\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x04\"\xb0\x02\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12$\n\x05\x64type\x18\x02 \x01(\x0e\x32\x15.rollwire.v1.DataType\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12-\n\x08\x65ncoding\x18\x06 \x01(\x0e\x32\x1b.rollwire.v1.TensorEncoding\x12\x16\n\x0epayload_offset\x18\x07 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x08 \x01(\x04\x12\x18\n\x10\x63hanged_elements\x18\t \x01(\x04\x12\x14\n\x0csparse_bytes\x18\n \x01(\x04\x12\x10\n\x08low_rank\x18\x0b \x01(\r\x12\x1c\n\x14low_rank_base_digest\x18\x0c \x01(\x0c\"\xcd\x01\n\x0eWeightManifest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12(\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.rollwire.v1.TensorSpec\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x13\n\x0b\x62\x61se_digest\x18\x06 \x01(\x0c\":\n\x0bWeightChunk\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05\x63rc32\x18\x02 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"5\n\x0cWeightCommit\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x02 \x01(\x04\"*\n\x0cWeightSource\x12\x10\n\x06target\x18\x01 \x01(\tH\x00\x42\x08\n\x06source\"\xd7\x01\n\x13\x46\x65tchWeightsRequest\x12+\n\x07version\x18\x01 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12(\n\x04have\x18\x02 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x37\n\x12\x61\x63\x63\x65pted_encodings\x18\x03 \x03(\x0e\x32\x1b.rollwire.v1.TensorEncoding\x12\x18\n\x10same_host_socket\x18\x04 \x01(\t\x12\x16\n\x0elow_rank_bases\x18\x05 \x01(\x0c\"$\n\nWeightFile\x12\x16\n\x0etensor_offsets\x18\x01 \x03(\x04\"\xd0\x01\n\x14\x46\x65tchWeightsResponse\x12/\n\x08manifest\x18\x01 \x01(\x0b\x32\x1b.rollwire.v1.WeightManifestH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.rollwire.v1.WeightChunkH\x00\x12+\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x19.rollwire.v1.WeightCommitH\x00\x12\'\n\x04\x66ile\x18\x04 \x01(\x0b\x32\x17.rollwire.v1.WeightFileH\x00\x42\x06\n\x04part*\x80\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x04*\xc5\x01\n\x0eTensorEncoding\x12\x1f\n\x1bTENSOR_ENCODING_UNSPECIFIED\x10\x00\x12\x18\n\x14TENSOR_ENCODING_FULL\x10\x01\x12\x1d\n\x19TENSOR_ENCODING_UNCHANGED\x10\x02\x12\x1a\n\x16TENSOR_ENCODING_SPARSE\x10\x03\x12\x1f\n\x1bTENSOR_ENCODING_SPARSE_ZSTD\x10\x04\x12\x1c\n\x18TENSOR_ENCODING_LOW_RANK\x10\x05\x32g\n\x0eWeightsService\x12U\n\x0c\x46\x65tchWeights\x12 .rollwire.v1.FetchWeightsRequest\x1a!.rollwire.v1.FetchWeightsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollwire.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=1160
-  _globals['_DATATYPE']._serialized_end=1288
-  _globals['_TENSORENCODING']._serialized_start=1291
-  _globals['_TENSORENCODING']._serialized_end=1458
+  _globals['_DATATYPE']._serialized_start=1232
+  _globals['_DATATYPE']._serialized_end=1360
+  _globals['_TENSORENCODING']._serialized_start=1363
+  _globals['_TENSORENCODING']._serialized_end=1560
   _globals['_WEIGHTVERSION']._serialized_start=42
   _globals['_WEIGHTVERSION']._serialized_end=88
   _globals['_TENSORSPEC']._serialized_start=91
-  _globals['_TENSORSPEC']._serialized_end=347
-  _globals['_WEIGHTMANIFEST']._serialized_start=350
-  _globals['_WEIGHTMANIFEST']._serialized_end=555
-  _globals['_WEIGHTCHUNK']._serialized_start=557
-  _globals['_WEIGHTCHUNK']._serialized_end=615
-  _globals['_WEIGHTCOMMIT']._serialized_start=617
-  _globals['_WEIGHTCOMMIT']._serialized_end=670
-  _globals['_WEIGHTSOURCE']._serialized_start=672
-  _globals['_WEIGHTSOURCE']._serialized_end=714
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=717
-  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=908
-  _globals['_WEIGHTFILE']._serialized_start=910
-  _globals['_WEIGHTFILE']._serialized_end=946
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=949
-  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1157
-  _globals['_WEIGHTSSERVICE']._serialized_start=1460
-  _globals['_WEIGHTSSERVICE']._serialized_end=1563
+  _globals['_TENSORSPEC']._serialized_end=395
+  _globals['_WEIGHTMANIFEST']._serialized_start=398
+  _globals['_WEIGHTMANIFEST']._serialized_end=603
+  _globals['_WEIGHTCHUNK']._serialized_start=605
+  _globals['_WEIGHTCHUNK']._serialized_end=663
+  _globals['_WEIGHTCOMMIT']._serialized_start=665
+  _globals['_WEIGHTCOMMIT']._serialized_end=718
+  _globals['_WEIGHTSOURCE']._serialized_start=720
+  _globals['_WEIGHTSOURCE']._serialized_end=762
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_start=765
+  _globals['_FETCHWEIGHTSREQUEST']._serialized_end=980
+  _globals['_WEIGHTFILE']._serialized_start=982
+  _globals['_WEIGHTFILE']._serialized_end=1018
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_start=1021
+  _globals['_FETCHWEIGHTSRESPONSE']._serialized_end=1229
+  _globals['_WEIGHTSSERVICE']._serialized_start=1562
+  _globals['_WEIGHTSSERVICE']._serialized_end=1665
 # @@protoc_insertion_point(module_scope)

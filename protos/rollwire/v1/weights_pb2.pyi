@@ -85,13 +85,22 @@ class _TensorEncodingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     """The payload of TENSOR_ENCODING_SPARSE as one Zstandard frame (RFC 8878) with a window of at most 8 MiB and without a
     dictionary. `payload_bytes` is below `sparse_bytes`, which is the size of the content.
     """
+    TENSOR_ENCODING_LOW_RANK: _TensorEncoding.ValueType  # 5
+    """A matrix of M rows and N columns as W0 + B·A, of a floating-point type. W0 is not the base's tensor but one of the same
+    shape and type that the reader keeps beside it: see `TensorSpec.low_rank_base_digest`. With r = `TensorSpec.low_rank` the
+    payload is A, float32[r, N], then B, float32[M, r], both row-major and little-endian: 4r(M + N) bytes.
+
+    An element is computed in float32: s = W0[i, j]; then for k = 0 to r - 1 in this order s = s + p with p = B[i, k] * A[k, j],
+    product and sum each rounded to nearest, ties to even, without fusing the two; subnormal numbers are kept. Finally s is
+    rounded to the tensor's type, ties to even.
+    """
 
 class TensorEncoding(_TensorEncoding, metaclass=_TensorEncodingEnumTypeWrapper):
     """TensorEncoding says how the payload of one tensor is to be read.
 
     All encodings are lossless: the decoded tensor has exactly the bits of the published one, NaN payloads and the sign of
-    zero included, and its digest is `TensorSpec.digest`. All but FULL are relative to the same tensor of
-    `WeightManifest.base` and are sent only to a reader that names them in `FetchWeightsRequest.accepted_encodings`. The
+    zero included, and its digest is `TensorSpec.digest`. All but FULL need `WeightManifest.base`, all but FULL and LOW_RANK
+    are relative to its tensor of the same name. They are sent only to a reader that names them in `FetchWeightsRequest.accepted_encodings`. The
     sender chooses per tensor whatever is smallest.
     """
 
@@ -118,6 +127,15 @@ The c of all blocks add up to `changed_elements`, and every selected element lie
 TENSOR_ENCODING_SPARSE_ZSTD: TensorEncoding.ValueType  # 4
 """The payload of TENSOR_ENCODING_SPARSE as one Zstandard frame (RFC 8878) with a window of at most 8 MiB and without a
 dictionary. `payload_bytes` is below `sparse_bytes`, which is the size of the content.
+"""
+TENSOR_ENCODING_LOW_RANK: TensorEncoding.ValueType  # 5
+"""A matrix of M rows and N columns as W0 + B·A, of a floating-point type. W0 is not the base's tensor but one of the same
+shape and type that the reader keeps beside it: see `TensorSpec.low_rank_base_digest`. With r = `TensorSpec.low_rank` the
+payload is A, float32[r, N], then B, float32[M, r], both row-major and little-endian: 4r(M + N) bytes.
+
+An element is computed in float32: s = W0[i, j]; then for k = 0 to r - 1 in this order s = s + p with p = B[i, k] * A[k, j],
+product and sum each rounded to nearest, ties to even, without fusing the two; subnormal numbers are kept. Finally s is
+rounded to the tensor's type, ties to even.
 """
 global___TensorEncoding = TensorEncoding
 
@@ -164,6 +182,8 @@ class TensorSpec(google.protobuf.message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
     CHANGED_ELEMENTS_FIELD_NUMBER: builtins.int
     SPARSE_BYTES_FIELD_NUMBER: builtins.int
+    LOW_RANK_FIELD_NUMBER: builtins.int
+    LOW_RANK_BASE_DIGEST_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Fully qualified parameter name as Hugging Face transformers gives it, at most 512 characters. Unique in a manifest."""
     dtype: global___DataType.ValueType
@@ -181,13 +201,20 @@ class TensorSpec(google.protobuf.message.Message):
     """Position of the first payload byte in the concatenation of all chunk payloads."""
     payload_bytes: builtins.int
     """Payload length in bytes; equals `byte_size` for TENSOR_ENCODING_FULL, 0 for TENSOR_ENCODING_UNCHANGED, and is below
-    `byte_size` for the sparse encodings.
+    `byte_size` for the others.
     """
     changed_elements: builtins.int
     """Number of elements that the payload changes, 1 to the number of elements. Sparse encodings only, else 0."""
     sparse_bytes: builtins.int
     """Length of the sparse payload before compression, at most twice `byte_size`; equals `payload_bytes` for
     TENSOR_ENCODING_SPARSE. Sparse encodings only, else 0.
+    """
+    low_rank: builtins.int
+    """Rank of the payload, at least 1. TENSOR_ENCODING_LOW_RANK only, else 0."""
+    low_rank_base_digest: builtins.bytes
+    """Digest, computed as `digest` is, of a frozen W0 of this shape and type that the tensor is made from by adding adapters;
+    empty for a tensor that is not. It comes with any encoding. Where it equals `digest`, the tensor is W0: a reader that
+    wants later versions as TENSOR_ENCODING_LOW_RANK keeps a copy.
     """
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -206,8 +233,10 @@ class TensorSpec(google.protobuf.message.Message):
         payload_bytes: builtins.int = ...,
         changed_elements: builtins.int = ...,
         sparse_bytes: builtins.int = ...,
+        low_rank: builtins.int = ...,
+        low_rank_base_digest: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["byte_size", b"byte_size", "changed_elements", b"changed_elements", "digest", b"digest", "dtype", b"dtype", "encoding", b"encoding", "name", b"name", "payload_bytes", b"payload_bytes", "payload_offset", b"payload_offset", "shape", b"shape", "sparse_bytes", b"sparse_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["byte_size", b"byte_size", "changed_elements", b"changed_elements", "digest", b"digest", "dtype", b"dtype", "encoding", b"encoding", "low_rank", b"low_rank", "low_rank_base_digest", b"low_rank_base_digest", "name", b"name", "payload_bytes", b"payload_bytes", "payload_offset", b"payload_offset", "shape", b"shape", "sparse_bytes", b"sparse_bytes"]) -> None: ...
 
 global___TensorSpec = TensorSpec
 
@@ -345,12 +374,18 @@ class FetchWeightsRequest(google.protobuf.message.Message):
     HAVE_FIELD_NUMBER: builtins.int
     ACCEPTED_ENCODINGS_FIELD_NUMBER: builtins.int
     SAME_HOST_SOCKET_FIELD_NUMBER: builtins.int
+    LOW_RANK_BASES_FIELD_NUMBER: builtins.int
     same_host_socket: builtins.str
     """Offer to take the version over as a file instead of a stream, for a reader that may be on the host of the source:
     `rollwire-` and 32 random lower-case hexadecimal digits, the name of a UNIX stream socket that the reader listens at in
     `/dev/shm`. Empty for none. A source that sees this socket, finds it and the process behind it to be of its own user, and
     sends the version in full may send one byte with one file descriptor (SCM_RIGHTS) there, before it answers with
     `WeightFile`. In all other cases it answers as if there were no offer. INVALID_ARGUMENT / `INVALID_FIELD` for another form.
+    """
+    low_rank_bases: builtins.bytes
+    """Digest of all W0 that the reader keeps, computed from names and `TensorSpec.low_rank_base_digest` as
+    `WeightManifest.digest` is from names and digests; empty for none. TENSOR_ENCODING_LOW_RANK is sent only where it is
+    accepted and this is the digest of all W0 of the version. INVALID_ARGUMENT / `INVALID_FIELD` for another length than 0 or 32.
     """
     @property
     def version(self) -> global___WeightVersion:
@@ -371,9 +406,10 @@ class FetchWeightsRequest(google.protobuf.message.Message):
         have: global___WeightVersion | None = ...,
         accepted_encodings: collections.abc.Iterable[global___TensorEncoding.ValueType] | None = ...,
         same_host_socket: builtins.str = ...,
+        low_rank_bases: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["have", b"have", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted_encodings", b"accepted_encodings", "have", b"have", "same_host_socket", b"same_host_socket", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accepted_encodings", b"accepted_encodings", "have", b"have", "low_rank_bases", b"low_rank_bases", "same_host_socket", b"same_host_socket", "version", b"version"]) -> None: ...
 
 global___FetchWeightsRequest = FetchWeightsRequest
 

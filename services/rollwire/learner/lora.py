@@ -97,17 +97,24 @@ def served_weights(model: Any) -> Iterator[tuple[str, str, Tensor, Adapter | Non
 def merged_rows(base: Tensor, adapter: Adapter, first: int, last: int) -> Tensor:
     """Returns rows `first` to `last` of W0 + scale·B·A in float32, the same bits on every machine.
 
+    `rpc.weight_low_rank.merge_low_rank` gives them in numpy, where readers merge; this one runs on the model's device.
+
     Args:
         base: W0[M, N] in any floating-point type.
         adapter: B and A, whole and on the same device.
         first: First row.
         last: Row after the last one.
     """
-    rows = base[first:last].detach().float().clone()
+    rows = unsigned_zeros(base[first:last].detach().float())
     factors = adapter.up[first:last].detach() * adapter.scale
     for index in range(adapter.down.shape[0]):
         rows.add_(factors[:, index : index + 1] * adapter.down[index].detach())
     return rows
+
+
+def unsigned_zeros(base: Tensor) -> Tensor:
+    """Returns a copy of W0 in which every zero is positive, so that adding 0·A changes no bit of it."""
+    return base + 0.0
 
 
 def _targets(model: Any, settings: LoraSection) -> list[str]:

@@ -25,6 +25,7 @@ from rollwire.learner.reference import Reference, load_reference
 from rollwire.learner.samples import Sample, ScoredSequence
 from rollwire.learner.scoring import PerToken, predict, score
 from rollwire.learner.step import StepSettings, train_step
+from rollwire.rpc.weight_low_rank import LowRank
 from rollwire.rpc.weight_publisher import WeightPublisher
 from rollwire.serving.accelerator import Accelerator
 from rollwire.serving.config.models import RunConfig
@@ -93,6 +94,7 @@ class Trainer:
         self.version = weights_pb2.WeightVersion()
         self.publisher = WeightPublisher()
         self.changed = False
+        self._low_rank: dict[str, LowRank] = {}  # adapters as published last
         self._stop = threading.Event()
         self._dtype = SERVING_TYPES[config.model.dtype]
         layouts(policy.model, self._dtype)  # refuses a model that cannot be published
@@ -121,10 +123,11 @@ class Trainer:
     @on_all_ranks
     def publish(self, version: weights_pb2.WeightVersion) -> weights_pb2.WeightManifest:
         """Names the present weights `version` and copies them, on rank 0; readers get them from now on."""
-        tensors = published(self.policy.model, self._dtype)
         if self.ranks.rank == 0:
-            manifest = self.publisher.publish(version, tensors)
+            tensors = published(self.policy.model, self._dtype, low_rank=self._low_rank)
+            manifest = self.publisher.publish(version, tensors, self._low_rank)
         else:
+            tensors = published(self.policy.model, self._dtype)
             manifest = weights_pb2.WeightManifest(version=version)
             for _ in tensors:  # this rank's shards go to rank 0
                 continue

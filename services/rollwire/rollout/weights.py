@@ -21,6 +21,7 @@ from rollwire.rpc.same_host import SameHostOffer
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_delta import supported_encodings
+from rollwire.rpc.weight_low_rank import LowRankBases
 from rollwire.rpc.weight_relay import WeightRelay
 from rollwire.rpc.weight_stream import HeldWeights, WeightAssembler, receive_weights
 from rollwire.serving.logs import get_logger
@@ -59,7 +60,8 @@ class WeightUpdater:
     The active version stays in host memory, so that the next one can arrive as changes to it; while an update is in
     progress a second buffer holds the new one. Both are used again from update to update. The first two updates touch
     them for the first time and take longer. While the engine sleeps an update ends in host memory. The changes that
-    came are kept too, for other servers: see `relay`.
+    came are kept too, for other servers: see `relay`. With adapters one more copy of the adapted tensors is kept,
+    as they were before training.
 
     Args:
         policy: Whose weights.
@@ -83,6 +85,7 @@ class WeightUpdater:
         self._same_host = same_host
         self._buffers = buffers if buffers is not None else HostBuffers()
         self._held: HeldWeights | None = None
+        self._bases = LowRankBases()
         self._ready: HeldWeights | None = None
         self.relay = WeightRelay()
         self._drain_s = drain_s
@@ -195,6 +198,7 @@ class WeightUpdater:
                         base=base,
                         buffers=self._buffers,
                         keep_changes=True,
+                        low_rank_bases=self._bases,
                         take_file=offer.take,
                     )
                     request = weights_pb2.FetchWeightsRequest(
@@ -202,6 +206,7 @@ class WeightUpdater:
                         have=base.version if base is not None else None,
                         accepted_encodings=supported_encodings(),
                         same_host_socket=offer.name,
+                        low_rank_bases=self._bases.digest if base is not None else b"",
                     )
                     try:
                         held = await receive_weights(source.fetch_weights(request, timeout_s=left_s), assembler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Protocol
+from typing import Final, Protocol
 
 import grpc.aio
 
@@ -14,6 +14,8 @@ from rollwire.rpc.same_host import SOCKET_NAME, hand_over
 from rollwire.rpc.weight_publisher import WeightStream
 from rollwire.rpc.weight_wire import add_fetch_weights_to_server
 from rollwire.v1 import weights_pb2
+
+_DIGEST_BYTES: Final = 32
 
 
 class WeightsSource(Protocol):
@@ -69,6 +71,9 @@ def _check(request: weights_pb2.FetchWeightsRequest) -> None:
     accepted = request.accepted_encodings
     if accepted and weights_pb2.TENSOR_ENCODING_FULL not in accepted:
         raise invalid_field("accepted_encodings", list(accepted), "a list that holds TENSOR_ENCODING_FULL, or empty")
+    bases = request.low_rank_bases
+    if len(bases) not in (0, _DIGEST_BYTES):
+        raise invalid_field("low_rank_bases", f"{len(bases)} bytes", f"a digest of {_DIGEST_BYTES} bytes, or empty")
     name = request.same_host_socket
     if name and not SOCKET_NAME.fullmatch(name):
         raise invalid_field("same_host_socket", name, "`rollwire-` and 32 lower-case hexadecimal digits, or empty")

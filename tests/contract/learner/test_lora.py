@@ -12,7 +12,13 @@ import transformers
 from safetensors.torch import load_file
 
 from rollwire.client.learner import LearnerClient
-from rollwire.v1 import learner_pb2, trajectory_pb2
+from rollwire.client.weights import WeightsClient
+from rollwire.policies import resolve
+from rollwire.rpc.weight_delta import supported_encodings
+from rollwire.rpc.weight_low_rank import LowRankBases
+from rollwire.rpc.weight_stream import HeldWeights, WeightAssembler, receive_weights
+from rollwire.serving.model_tensors import SERVING_TYPES, copy_all_in, held_digest, layouts
+from rollwire.v1 import learner_pb2, trajectory_pb2, weights_pb2
 
 from .conftest import VOCABULARY, Connect
 
@@ -82,3 +88,44 @@ async def test_training_goes_on_from_a_checkpoint_bit_for_bit(connect: Connect, 
     async with connect(learner=LORA, model={"dtype": dtype}) as client:
         await client.load_checkpoint(learner_pb2.LoadCheckpointRequest(fence=FENCE, name="half"))
         assert [await train(client, batch(1)), await train(client, batch(2))] == wanted
+
+
+async def follow(
+    client: LearnerClient, model: torch.nn.Module, dtype: str, held: HeldWeights | None, bases: LowRankBases
+) -> tuple[HeldWeights, int]:
+    """Fetches the present version over the network as a rollout server does; returns it and the bytes that came."""
+    version = (await client.get_info()).version
+    request = weights_pb2.FetchWeightsRequest(
+        version=version,
+        have=held.version if held is not None else None,
+        accepted_encodings=supported_encodings(),
+        low_rank_bases=bases.digest,
+    )
+    found = layouts(model, SERVING_TYPES[dtype])
+    assembler = WeightAssembler(found, version, base=held, low_rank_bases=bases)
+    async with WeightsClient(client.target) as source:
+        return await receive_weights(source.fetch_weights(request), assembler), assembler.received_bytes
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 0.35), ("bfloat16", 0.68)])
+async def test_an_update_is_the_adapters_and_brings_the_merged_weights(
+    connect: Connect, batch: Batch, dtype: str, most: float
+) -> None:
+    """The settings of frozenlake-lora.yaml; its matrices are so small that adapters are a large part of them."""
+    rank, directory = 16, resolve("builtin:tiny")
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=SERVING_TYPES[dtype])
+    linear = [module for module in model.model.layers.modules() if type(module) is torch.nn.Linear]
+    adapter_bytes = sum(4 * rank * (module.in_features + module.out_features) for module in linear)
+    learner = {"lora": {"rank": rank, "alpha": 32}, "optimizer": {"learning_rate": 2e-3}}
+    async with connect(learner=learner, model={"path": "builtin:tiny", "dtype": dtype}) as client:
+        bases = LowRankBases()
+        held, whole_bytes = await follow(client, model, dtype, None, bases)
+        for step in range(3):
+            answer_digest = await train(client, batch(step))
+            held, received_bytes = await follow(client, model, dtype, held, bases)
+            late, late_bytes = await follow(client, model, dtype, None, LowRankBases())
+            copy_all_in(model, held.tensors)
+            assert held_digest(model, SERVING_TYPES[dtype]) == held.digest == late.digest == answer_digest
+            # Where fewer bytes say what changed in a matrix, those come instead.
+            assert 0.5 * adapter_bytes < received_bytes <= adapter_bytes
+            assert received_bytes < most * whole_bytes == most * late_bytes
