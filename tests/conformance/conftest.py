@@ -89,7 +89,8 @@ async def benches(engine_pool: EnginePool) -> AsyncIterator[dict[str, Bench]]:
         }
 
 
-@pytest.fixture
-def bench(benches: dict[str, Bench], engine_name: str) -> Bench:
-    """The rollout server of one engine."""
+@pytest_asyncio.fixture(loop_scope="session")
+async def bench(benches: dict[str, Bench], engine_name: str) -> Bench:
+    """The rollout server of one engine, with the weights that the policy ships with."""
+    await benches[engine_name].reset()
     return benches[engine_name]

@@ -15,7 +15,7 @@ from rollwire.v1 import rollout_pb2, trajectory_pb2
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 WAIT, ABORT, KEEP = rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT, rollout_pb2.PAUSE_MODE_KEEP
 MODES = pytest.mark.parametrize("mode", [WAIT, ABORT, KEEP], ids=["wait", "abort", "keep"])
-TOKENS = 32
+TOKENS = 96
 CALLERS = 8
 
 
@@ -45,8 +45,8 @@ async def test_generations_while_versions_change(bench: Any, mode: int) -> None:
     answers: list[Any] = []
     first = len(bench.learner.models)
     async with callers(bench, answers):
-        for _ in range(3):
-            manifest, answer = await bench.update(mode)
+        for _ in range(4):
+            manifest, answer = await bench.update(mode, 0.01)
             assert answer.digest == manifest.digest
             # Long enough for some answers under this version alone.
             await asyncio.sleep(0.2)
