@@ -24,6 +24,8 @@ from rollwire.v1 import learner_pb2, trajectory_pb2
 from .conftest import EXAMPLE, command, environment
 
 FENCE = trajectory_pb2.Fence(run_id="run", epoch=1)
+MANY = 20_000
+"""Samples of a step that cannot end before the test kills the learner."""
 
 
 class Learner:
@@ -34,12 +36,12 @@ class Learner:
         self.process = process
         self._root = root
 
-    async def train(self, seed: int) -> bytes:
+    async def train(self, seed: int, number: int = 4) -> bytes:
         header = learner_pb2.TrainHeader(
             base_version=(await self.client.get_info()).version, optimizer_steps=2, shuffle_seed=seed, fence=FENCE
         )
         header.loss.clip_low = header.loss.clip_high = 0.2
-        return (await self.client.train(header, samples(seed), timeout_s=100)).digest
+        return (await self.client.train(header, samples(seed, number), timeout_s=100)).digest
 
     async def save(self, name: str) -> Path:
         request = learner_pb2.SaveCheckpointRequest(fence=FENCE, name=name)
@@ -88,17 +90,17 @@ async def learner(root: Path, world_size: int) -> AsyncIterator[Learner]:
             process.wait()
 
 
-def samples(seed: int) -> list[learner_pb2.TrainSample]:
+def samples(seed: int, number: int = 4) -> list[learner_pb2.TrainSample]:
     random = np.random.default_rng(seed)
     return [
         learner_pb2.TrainSample(
-            sample_id=f"sample-{number}",
+            sample_id=f"sample-{index}",
             token_ids=random.integers(0, 256, 24).tolist(),
             loss_mask=[False] + [True] * 23,
             advantages=random.normal(size=24).tolist(),
             logprobs=[-1.0] * 24,
         )
-        for number in range(4)
+        for index in range(number)
     ]
 
 
@@ -141,8 +143,8 @@ async def test_six_steps_are_three_a_kill_and_three(root: Path, world_size: int)
         await first.save(f"{name}-three")
         expected = [await first.train(seed) for seed in (4, 5, 6)]
         six = await first.save(f"{name}-six")
-        running = asyncio.create_task(first.train(7))
-        await asyncio.sleep(0.05)
+        running = asyncio.create_task(first.train(7, MANY))
+        await asyncio.sleep(0.5)
         first.kill()
         with pytest.raises(RollwireError):
             await running
@@ -195,7 +197,8 @@ async def test_a_kill_while_saving_leaves_the_ones_before(tmp_path: Path) -> Non
                 await saving.save(f"n{number:05d}")
 
         running = asyncio.create_task(save_on())
-        await asyncio.sleep(1.0)
+        while len(list((tmp_path / "checkpoints").glob("n*"))) < 5:
+            await asyncio.sleep(0.05)
         saving.kill()
         with pytest.raises(RollwireError):
             await running
