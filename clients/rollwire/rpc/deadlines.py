@@ -1,4 +1,8 @@
-"""One table: the default deadline of every method, in seconds. A server rejects a call that has none."""
+"""One table: the default deadline of every method, in seconds. A server rejects a call that has none.
+
+Streams that live as long as the two programs are the exception: keepalive ends them when the peer is gone, and every
+call inside them has a deadline of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,9 @@ DEADLINES_S: Final[dict[str, float]] = {
     f"{_R}Resume": 10.0,
     f"{_R}Sleep": 120.0,
     f"{_R}Wake": 120.0,
+    f"{_R}OpenPolicySession": 30.0,
+    f"{_R}ClosePolicySession": 60.0,
+    f"{_R}ListPolicySessions": 10.0,
     f"{_L}GetInfo": 10.0,
     f"{_L}Train": 3600.0,
     f"{_L}Score": 3600.0,
@@ -37,7 +44,14 @@ DEADLINES_S: Final[dict[str, float]] = {
     f"{_W}FetchWeights": 600.0,
     f"{_C}GetStatus": 10.0,
     f"{_C}Stop": 10.0,
+    f"{_C}OpenAgentSession": 60.0,
+    f"{_C}CloseAgentSession": 60.0,
+    f"{_C}GetSubmissionTerms": 30.0,
+    f"{_C}SubmitTrajectories": 3600.0,
 }
+
+WITHOUT_DEADLINE: Final = frozenset({f"{_E}Play", f"{_E}Attach"})
+"""Methods whose streams need no deadline."""
 
 
 def deadline_s(method: str) -> float:

@@ -23,10 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
+from rollwire.v1 import trajectory_pb2 as rollwire_dot_v1_dot_trajectory__pb2
 from rollwire.v1 import weights_pb2 as rollwire_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drollwire/v1/coordinator.proto\x12\x0brollwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x19rollwire/v1/weights.proto\"\x83\x01\n\rServiceStatus\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.rollwire.v1.ServiceKind\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12+\n\x07version\x18\x04 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\"\x12\n\x10GetStatusRequest\"\x93\x03\n\x11GetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08run_name\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.rollwire.v1.RunState\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x11\n\tmax_steps\x18\x06 \x01(\x04\x12+\n\x07version\x18\x07 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12,\n\x08services\x18\x08 \x03(\x0b\x32\x1a.rollwire.v1.ServiceStatus\x12*\n\x07\x65lapsed\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12I\n\x0elatest_metrics\x18\n \x03(\x0b\x32\x31.rollwire.v1.GetStatusResponse.LatestMetricsEntry\x1a\x34\n\x12LatestMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x1c\n\x0bStopRequest\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\"4\n\x0cStopResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.rollwire.v1.RunState*\x9b\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18SERVICE_KIND_ENVIRONMENT\x10\x01\x12\x18\n\x14SERVICE_KIND_ROLLOUT\x10\x02\x12\x18\n\x14SERVICE_KIND_LEARNER\x10\x03\x12\x1c\n\x18SERVICE_KIND_COORDINATOR\x10\x04*\x9a\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_STOPPING\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05\x32\x9d\x01\n\x12\x43oordinatorService\x12J\n\tGetStatus\x12\x1d.rollwire.v1.GetStatusRequest\x1a\x1e.rollwire.v1.GetStatusResponse\x12;\n\x04Stop\x12\x18.rollwire.v1.StopRequest\x1a\x19.rollwire.v1.StopResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drollwire/v1/coordinator.proto\x12\x0brollwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1crollwire/v1/trajectory.proto\x1a\x19rollwire/v1/weights.proto\"\x83\x01\n\rServiceStatus\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.rollwire.v1.ServiceKind\x12\x0e\n\x06target\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12+\n\x07version\x18\x04 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\"\x12\n\x10GetStatusRequest\"\x93\x03\n\x11GetStatusResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08run_name\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x05state\x18\x04 \x01(\x0e\x32\x15.rollwire.v1.RunState\x12\x0c\n\x04step\x18\x05 \x01(\x04\x12\x11\n\tmax_steps\x18\x06 \x01(\x04\x12+\n\x07version\x18\x07 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12,\n\x08services\x18\x08 \x03(\x0b\x32\x1a.rollwire.v1.ServiceStatus\x12*\n\x07\x65lapsed\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12I\n\x0elatest_metrics\x18\n \x03(\x0b\x32\x31.rollwire.v1.GetStatusResponse.LatestMetricsEntry\x1a\x34\n\x12LatestMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x1c\n\x0bStopRequest\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\"4\n\x0cStopResponse\x12$\n\x05state\x18\x01 \x01(\x0e\x32\x15.rollwire.v1.RunState\"\x83\x01\n\x17OpenAgentSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x65nvironment_tag\x18\x02 \x01(\t\x12\x11\n\ttask_name\x18\x03 \x01(\t\x12(\n\x05lease\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x85\x02\n\x18OpenAgentSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x10\n\x08\x62\x61se_url\x18\x02 \x01(\t\x12\x0f\n\x07\x61pi_key\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12(\n\x07options\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x11\n\ttask_name\x18\x07 \x01(\t\x12\x10\n\x08group_id\x18\x08 \x01(\t\x12\x15\n\repisode_index\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\x0b \x01(\r\"z\n\x18\x43loseAgentSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12-\n\tcompleted\x18\x02 \x01(\x0b\x32\x18.rollwire.v1.AgentResultH\x00\x12\x11\n\x07\x66\x61ilure\x18\x03 \x01(\tH\x00\x42\x08\n\x06result\"\x8d\x02\n\x0b\x41gentResult\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12?\n\x0c\x63\x61ll_rewards\x18\x02 \x03(\x0b\x32).rollwire.v1.AgentResult.CallRewardsEntry\x12\x36\n\x07metrics\x18\x03 \x03(\x0b\x32%.rollwire.v1.AgentResult.MetricsEntry\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x1a\x32\n\x10\x43\x61llRewardsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"T\n\x19\x43loseAgentSessionResponse\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\r\n\x05\x63\x61lls\x18\x02 \x01(\r\x12\x11\n\tsequences\x18\x03 \x01(\r\"4\n\x19GetSubmissionTermsRequest\x12\x17\n\x0f\x65nvironment_tag\x18\x01 \x01(\t\"\xd3\x02\n\x1aGetSubmissionTermsResponse\x12\x1a\n\x12\x65pisodes_per_group\x18\x01 \x01(\r\x12/\n\x08sampling\x18\x02 \x01(\x0b\x32\x1d.rollwire.v1.SamplingSettings\x12\x1b\n\x13max_sequence_tokens\x18\x03 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x15\n\rtemplate_hash\x18\x05 \x01(\t\x12+\n\x07version\x18\x06 \x01(\x0b\x32\x1a.rollwire.v1.WeightVersion\x12\x15\n\rmax_staleness\x18\x07 \x01(\r\x12\x17\n\x0frollout_targets\x18\x08 \x03(\t\x12\x15\n\rgroups_wanted\x18\t \x01(\r\x12(\n\x07options\x18\n \x01(\x0b\x32\x17.google.protobuf.Struct\"H\n\x19SubmitTrajectoriesRequest\x12+\n\ntrajectory\x18\x01 \x01(\x0b\x32\x17.rollwire.v1.Trajectory\"\xa8\x01\n\x1aSubmitTrajectoriesResponse\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12-\n\x06status\x18\x02 \x01(\x0e\x32\x1d.rollwire.v1.SubmissionStatus\x12\x33\n\trejection\x18\x03 \x01(\x0e\x32 .rollwire.v1.SubmissionRejection\x12\x0f\n\x07message\x18\x04 \x01(\t*\x9b\x01\n\x0bServiceKind\x12\x1c\n\x18SERVICE_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18SERVICE_KIND_ENVIRONMENT\x10\x01\x12\x18\n\x14SERVICE_KIND_ROLLOUT\x10\x02\x12\x18\n\x14SERVICE_KIND_LEARNER\x10\x03\x12\x1c\n\x18SERVICE_KIND_COORDINATOR\x10\x04*\x9a\x01\n\x08RunState\x12\x19\n\x15RUN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RUN_STATE_STARTING\x10\x01\x12\x15\n\x11RUN_STATE_RUNNING\x10\x02\x12\x16\n\x12RUN_STATE_STOPPING\x10\x03\x12\x16\n\x12RUN_STATE_FINISHED\x10\x04\x12\x14\n\x10RUN_STATE_FAILED\x10\x05*\xb3\x01\n\x10SubmissionStatus\x12!\n\x1dSUBMISSION_STATUS_UNSPECIFIED\x10\x00\x12\x1e\n\x1aSUBMISSION_STATUS_ACCEPTED\x10\x01\x12\x1f\n\x1bSUBMISSION_STATUS_DUPLICATE\x10\x02\x12\x1b\n\x17SUBMISSION_STATUS_STALE\x10\x03\x12\x1e\n\x1aSUBMISSION_STATUS_REJECTED\x10\x04*\xb2\x02\n\x13SubmissionRejection\x12$\n SUBMISSION_REJECTION_UNSPECIFIED\x10\x00\x12$\n SUBMISSION_REJECTION_UNKNOWN_TAG\x10\x01\x12\"\n\x1eSUBMISSION_REJECTION_MALFORMED\x10\x02\x12\"\n\x1eSUBMISSION_REJECTION_TOKENIZER\x10\x03\x12!\n\x1dSUBMISSION_REJECTION_TEMPLATE\x10\x04\x12!\n\x1dSUBMISSION_REJECTION_SAMPLING\x10\x05\x12\x1e\n\x1aSUBMISSION_REJECTION_GROUP\x10\x06\x12!\n\x1dSUBMISSION_REJECTION_TOO_LONG\x10\x07\x32\xb4\x04\n\x12\x43oordinatorService\x12J\n\tGetStatus\x12\x1d.rollwire.v1.GetStatusRequest\x1a\x1e.rollwire.v1.GetStatusResponse\x12;\n\x04Stop\x12\x18.rollwire.v1.StopRequest\x1a\x19.rollwire.v1.StopResponse\x12_\n\x10OpenAgentSession\x12$.rollwire.v1.OpenAgentSessionRequest\x1a%.rollwire.v1.OpenAgentSessionResponse\x12\x62\n\x11\x43loseAgentSession\x12%.rollwire.v1.CloseAgentSessionRequest\x1a&.rollwire.v1.CloseAgentSessionResponse\x12\x65\n\x12GetSubmissionTerms\x12&.rollwire.v1.GetSubmissionTermsRequest\x1a\'.rollwire.v1.GetSubmissionTermsResponse\x12i\n\x12SubmitTrajectories\x12&.rollwire.v1.SubmitTrajectoriesRequest\x1a\'.rollwire.v1.SubmitTrajectoriesResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,22 +37,52 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATUSRESPONSE_LATESTMETRICSENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_LATESTMETRICSENTRY']._serialized_options = b'8\001'
-  _globals['_SERVICEKIND']._serialized_start=750
-  _globals['_SERVICEKIND']._serialized_end=905
-  _globals['_RUNSTATE']._serialized_start=908
-  _globals['_RUNSTATE']._serialized_end=1062
-  _globals['_SERVICESTATUS']._serialized_start=106
-  _globals['_SERVICESTATUS']._serialized_end=237
-  _globals['_GETSTATUSREQUEST']._serialized_start=239
-  _globals['_GETSTATUSREQUEST']._serialized_end=257
-  _globals['_GETSTATUSRESPONSE']._serialized_start=260
-  _globals['_GETSTATUSRESPONSE']._serialized_end=663
-  _globals['_GETSTATUSRESPONSE_LATESTMETRICSENTRY']._serialized_start=611
-  _globals['_GETSTATUSRESPONSE_LATESTMETRICSENTRY']._serialized_end=663
-  _globals['_STOPREQUEST']._serialized_start=665
-  _globals['_STOPREQUEST']._serialized_end=693
-  _globals['_STOPRESPONSE']._serialized_start=695
-  _globals['_STOPRESPONSE']._serialized_end=747
-  _globals['_COORDINATORSERVICE']._serialized_start=1065
-  _globals['_COORDINATORSERVICE']._serialized_end=1222
+  _globals['_AGENTRESULT_CALLREWARDSENTRY']._loaded_options = None
+  _globals['_AGENTRESULT_CALLREWARDSENTRY']._serialized_options = b'8\001'
+  _globals['_AGENTRESULT_METRICSENTRY']._loaded_options = None
+  _globals['_AGENTRESULT_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_SERVICEKIND']._serialized_start=2331
+  _globals['_SERVICEKIND']._serialized_end=2486
+  _globals['_RUNSTATE']._serialized_start=2489
+  _globals['_RUNSTATE']._serialized_end=2643
+  _globals['_SUBMISSIONSTATUS']._serialized_start=2646
+  _globals['_SUBMISSIONSTATUS']._serialized_end=2825
+  _globals['_SUBMISSIONREJECTION']._serialized_start=2828
+  _globals['_SUBMISSIONREJECTION']._serialized_end=3134
+  _globals['_SERVICESTATUS']._serialized_start=166
+  _globals['_SERVICESTATUS']._serialized_end=297
+  _globals['_GETSTATUSREQUEST']._serialized_start=299
+  _globals['_GETSTATUSREQUEST']._serialized_end=317
+  _globals['_GETSTATUSRESPONSE']._serialized_start=320
+  _globals['_GETSTATUSRESPONSE']._serialized_end=723
+  _globals['_GETSTATUSRESPONSE_LATESTMETRICSENTRY']._serialized_start=671
+  _globals['_GETSTATUSRESPONSE_LATESTMETRICSENTRY']._serialized_end=723
+  _globals['_STOPREQUEST']._serialized_start=725
+  _globals['_STOPREQUEST']._serialized_end=753
+  _globals['_STOPRESPONSE']._serialized_start=755
+  _globals['_STOPRESPONSE']._serialized_end=807
+  _globals['_OPENAGENTSESSIONREQUEST']._serialized_start=810
+  _globals['_OPENAGENTSESSIONREQUEST']._serialized_end=941
+  _globals['_OPENAGENTSESSIONRESPONSE']._serialized_start=944
+  _globals['_OPENAGENTSESSIONRESPONSE']._serialized_end=1205
+  _globals['_CLOSEAGENTSESSIONREQUEST']._serialized_start=1207
+  _globals['_CLOSEAGENTSESSIONREQUEST']._serialized_end=1329
+  _globals['_AGENTRESULT']._serialized_start=1332
+  _globals['_AGENTRESULT']._serialized_end=1601
+  _globals['_AGENTRESULT_CALLREWARDSENTRY']._serialized_start=1503
+  _globals['_AGENTRESULT_CALLREWARDSENTRY']._serialized_end=1553
+  _globals['_AGENTRESULT_METRICSENTRY']._serialized_start=1555
+  _globals['_AGENTRESULT_METRICSENTRY']._serialized_end=1601
+  _globals['_CLOSEAGENTSESSIONRESPONSE']._serialized_start=1603
+  _globals['_CLOSEAGENTSESSIONRESPONSE']._serialized_end=1687
+  _globals['_GETSUBMISSIONTERMSREQUEST']._serialized_start=1689
+  _globals['_GETSUBMISSIONTERMSREQUEST']._serialized_end=1741
+  _globals['_GETSUBMISSIONTERMSRESPONSE']._serialized_start=1744
+  _globals['_GETSUBMISSIONTERMSRESPONSE']._serialized_end=2083
+  _globals['_SUBMITTRAJECTORIESREQUEST']._serialized_start=2085
+  _globals['_SUBMITTRAJECTORIESREQUEST']._serialized_end=2157
+  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_start=2160
+  _globals['_SUBMITTRAJECTORIESRESPONSE']._serialized_end=2328
+  _globals['_COORDINATORSERVICE']._serialized_start=3137
+  _globals['_COORDINATORSERVICE']._serialized_end=3701
 # @@protoc_insertion_point(module_scope)

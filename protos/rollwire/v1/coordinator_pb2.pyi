@@ -10,6 +10,8 @@ import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import google.protobuf.struct_pb2
+import rollwire.v1.trajectory_pb2
 import rollwire.v1.weights_pb2
 import sys
 import typing
@@ -88,6 +90,82 @@ RUN_STATE_FINISHED: RunState.ValueType  # 4
 RUN_STATE_FAILED: RunState.ValueType  # 5
 """Ended by an error."""
 global___RunState = RunState
+
+class _SubmissionStatus:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SubmissionStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SubmissionStatus.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SUBMISSION_STATUS_UNSPECIFIED: _SubmissionStatus.ValueType  # 0
+    """Not set."""
+    SUBMISSION_STATUS_ACCEPTED: _SubmissionStatus.ValueType  # 1
+    """It is durable."""
+    SUBMISSION_STATUS_DUPLICATE: _SubmissionStatus.ValueType  # 2
+    """It was accepted before."""
+    SUBMISSION_STATUS_STALE: _SubmissionStatus.ValueType  # 3
+    """A token of it is older than `max_staleness` allows, or comes from another lineage; so is its group."""
+    SUBMISSION_STATUS_REJECTED: _SubmissionStatus.ValueType  # 4
+    """It breaks the terms; `reason` says which."""
+
+class SubmissionStatus(_SubmissionStatus, metaclass=_SubmissionStatusEnumTypeWrapper):
+    """SubmissionStatus is the fate of one trajectory."""
+
+SUBMISSION_STATUS_UNSPECIFIED: SubmissionStatus.ValueType  # 0
+"""Not set."""
+SUBMISSION_STATUS_ACCEPTED: SubmissionStatus.ValueType  # 1
+"""It is durable."""
+SUBMISSION_STATUS_DUPLICATE: SubmissionStatus.ValueType  # 2
+"""It was accepted before."""
+SUBMISSION_STATUS_STALE: SubmissionStatus.ValueType  # 3
+"""A token of it is older than `max_staleness` allows, or comes from another lineage; so is its group."""
+SUBMISSION_STATUS_REJECTED: SubmissionStatus.ValueType  # 4
+"""It breaks the terms; `reason` says which."""
+global___SubmissionStatus = SubmissionStatus
+
+class _SubmissionRejection:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SubmissionRejectionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SubmissionRejection.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SUBMISSION_REJECTION_UNSPECIFIED: _SubmissionRejection.ValueType  # 0
+    """Not rejected."""
+    SUBMISSION_REJECTION_UNKNOWN_TAG: _SubmissionRejection.ValueType  # 1
+    """The tag is not trained from pushed trajectories."""
+    SUBMISSION_REJECTION_MALFORMED: _SubmissionRejection.ValueType  # 2
+    """A field is outside its range, or arrays disagree."""
+    SUBMISSION_REJECTION_TOKENIZER: _SubmissionRejection.ValueType  # 3
+    """Another tokenizer."""
+    SUBMISSION_REJECTION_TEMPLATE: _SubmissionRejection.ValueType  # 4
+    """Another chat template or prompt templates."""
+    SUBMISSION_REJECTION_SAMPLING: _SubmissionRejection.ValueType  # 5
+    """Drawn with other settings, or log-probabilities of another distribution."""
+    SUBMISSION_REJECTION_GROUP: _SubmissionRejection.ValueType  # 6
+    """The group does not fit: another tag, seed or size, or the position is taken by another trajectory."""
+    SUBMISSION_REJECTION_TOO_LONG: _SubmissionRejection.ValueType  # 7
+    """Longer than the learner can train."""
+
+class SubmissionRejection(_SubmissionRejection, metaclass=_SubmissionRejectionEnumTypeWrapper):
+    """SubmissionRejection says which term a trajectory breaks."""
+
+SUBMISSION_REJECTION_UNSPECIFIED: SubmissionRejection.ValueType  # 0
+"""Not rejected."""
+SUBMISSION_REJECTION_UNKNOWN_TAG: SubmissionRejection.ValueType  # 1
+"""The tag is not trained from pushed trajectories."""
+SUBMISSION_REJECTION_MALFORMED: SubmissionRejection.ValueType  # 2
+"""A field is outside its range, or arrays disagree."""
+SUBMISSION_REJECTION_TOKENIZER: SubmissionRejection.ValueType  # 3
+"""Another tokenizer."""
+SUBMISSION_REJECTION_TEMPLATE: SubmissionRejection.ValueType  # 4
+"""Another chat template or prompt templates."""
+SUBMISSION_REJECTION_SAMPLING: SubmissionRejection.ValueType  # 5
+"""Drawn with other settings, or log-probabilities of another distribution."""
+SUBMISSION_REJECTION_GROUP: SubmissionRejection.ValueType  # 6
+"""The group does not fit: another tag, seed or size, or the position is taken by another trajectory."""
+SUBMISSION_REJECTION_TOO_LONG: SubmissionRejection.ValueType  # 7
+"""Longer than the learner can train."""
+global___SubmissionRejection = SubmissionRejection
 
 @typing.final
 class ServiceStatus(google.protobuf.message.Message):
@@ -248,3 +326,353 @@ class StopResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["state", b"state"]) -> None: ...
 
 global___StopResponse = StopResponse
+
+@typing.final
+class OpenAgentSessionRequest(google.protobuf.message.Message):
+    """OpenAgentSessionRequest asks for a session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    ENVIRONMENT_TAG_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """Idempotency key: 1 to 64 printable ASCII characters, unique per session."""
+    environment_tag: builtins.str
+    """Tag of an entry of the run's `environments` with `source: agent`."""
+    task_name: builtins.str
+    """Name of a task that the agent chose itself, at most 128 printable ASCII characters: sessions with the same name form
+    groups. Empty means that the coordinator chooses.
+    """
+    @property
+    def lease(self) -> google.protobuf.duration_pb2.Duration:
+        """The session ends when no call came for so long; 1 s to 1 h; unset means 10 min."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        environment_tag: builtins.str = ...,
+        task_name: builtins.str = ...,
+        lease: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["environment_tag", b"environment_tag", "lease", b"lease", "request_id", b"request_id", "task_name", b"task_name"]) -> None: ...
+
+global___OpenAgentSessionRequest = OpenAgentSessionRequest
+
+@typing.final
+class OpenAgentSessionResponse(google.protobuf.message.Message):
+    """OpenAgentSessionResponse is a session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    BASE_URL_FIELD_NUMBER: builtins.int
+    API_KEY_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
+    TASK_NAME_FIELD_NUMBER: builtins.int
+    GROUP_ID_FIELD_NUMBER: builtins.int
+    EPISODE_INDEX_FIELD_NUMBER: builtins.int
+    MAX_TOKENS_FIELD_NUMBER: builtins.int
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    """Identifier."""
+    base_url: builtins.str
+    """Base URL for OpenAI's clients."""
+    api_key: builtins.str
+    """Bearer key for them; valid until the session is closed."""
+    model: builtins.str
+    """Name of the model for the calls."""
+    seed: builtins.int
+    """Seed of the task: equal within a group."""
+    task_name: builtins.str
+    """The name that was asked for, or the one that the coordinator chose."""
+    group_id: builtins.str
+    """Group of the session."""
+    episode_index: builtins.int
+    """Position in the group, from 0."""
+    max_tokens: builtins.int
+    """Most tokens that one call may draw."""
+    max_sequence_tokens: builtins.int
+    """Most tokens of one call, prompt and response together."""
+    @property
+    def options(self) -> google.protobuf.struct_pb2.Struct:
+        """The entry's `options` in the run's configuration."""
+
+    def __init__(
+        self,
+        *,
+        session_id: builtins.str = ...,
+        base_url: builtins.str = ...,
+        api_key: builtins.str = ...,
+        model: builtins.str = ...,
+        seed: builtins.int = ...,
+        options: google.protobuf.struct_pb2.Struct | None = ...,
+        task_name: builtins.str = ...,
+        group_id: builtins.str = ...,
+        episode_index: builtins.int = ...,
+        max_tokens: builtins.int = ...,
+        max_sequence_tokens: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["options", b"options"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["api_key", b"api_key", "base_url", b"base_url", "episode_index", b"episode_index", "group_id", b"group_id", "max_sequence_tokens", b"max_sequence_tokens", "max_tokens", b"max_tokens", "model", b"model", "options", b"options", "seed", b"seed", "session_id", b"session_id", "task_name", b"task_name"]) -> None: ...
+
+global___OpenAgentSessionResponse = OpenAgentSessionResponse
+
+@typing.final
+class CloseAgentSessionRequest(google.protobuf.message.Message):
+    """CloseAgentSessionRequest ends a session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    COMPLETED_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    """The session."""
+    failure: builtins.str
+    """Without one: why, one line for people, at most 4 KiB."""
+    @property
+    def completed(self) -> global___AgentResult:
+        """With a result."""
+
+    def __init__(
+        self,
+        *,
+        session_id: builtins.str = ...,
+        completed: global___AgentResult | None = ...,
+        failure: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["completed", b"completed", "failure", b"failure", "result", b"result"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["completed", b"completed", "failure", b"failure", "result", b"result", "session_id", b"session_id"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["completed", "failure"] | None: ...
+
+global___CloseAgentSessionRequest = CloseAgentSessionRequest
+
+@typing.final
+class AgentResult(google.protobuf.message.Message):
+    """AgentResult is the result of a session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class CallRewardsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class MetricsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    REWARD_FIELD_NUMBER: builtins.int
+    CALL_REWARDS_FIELD_NUMBER: builtins.int
+    METRICS_FIELD_NUMBER: builtins.int
+    TRUNCATED_FIELD_NUMBER: builtins.int
+    reward: builtins.float
+    """Reward of the whole session, added to that of its last call. Finite."""
+    truncated: builtins.bool
+    """True if the episode was cut, false if it reached its end."""
+    @property
+    def call_rewards(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Rewards of single calls, by the `id` of OpenAI's response. Finite."""
+
+    @property
+    def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Metrics of the episode; finite, keys as in `[A-Za-z0-9_./-]{1,128}`, at most 256. `success` is shown as success rate."""
+
+    def __init__(
+        self,
+        *,
+        reward: builtins.float = ...,
+        call_rewards: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        truncated: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["call_rewards", b"call_rewards", "metrics", b"metrics", "reward", b"reward", "truncated", b"truncated"]) -> None: ...
+
+global___AgentResult = AgentResult
+
+@typing.final
+class CloseAgentSessionResponse(google.protobuf.message.Message):
+    """CloseAgentSessionResponse confirms the end."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
+    SEQUENCES_FIELD_NUMBER: builtins.int
+    trajectory_id: builtins.str
+    """Trajectory recorded; empty for a failure."""
+    calls: builtins.int
+    """Calls that were recorded."""
+    sequences: builtins.int
+    """Samples that they became: more than one where prompts did not extend each other."""
+    def __init__(
+        self,
+        *,
+        trajectory_id: builtins.str = ...,
+        calls: builtins.int = ...,
+        sequences: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "sequences", b"sequences", "trajectory_id", b"trajectory_id"]) -> None: ...
+
+global___CloseAgentSessionResponse = CloseAgentSessionResponse
+
+@typing.final
+class GetSubmissionTermsRequest(google.protobuf.message.Message):
+    """GetSubmissionTermsRequest asks for terms."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENVIRONMENT_TAG_FIELD_NUMBER: builtins.int
+    environment_tag: builtins.str
+    """Tag of an entry of the run's `environments` with `source: pushed`."""
+    def __init__(
+        self,
+        *,
+        environment_tag: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["environment_tag", b"environment_tag"]) -> None: ...
+
+global___GetSubmissionTermsRequest = GetSubmissionTermsRequest
+
+@typing.final
+class GetSubmissionTermsResponse(google.protobuf.message.Message):
+    """GetSubmissionTermsResponse states terms."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPISODES_PER_GROUP_FIELD_NUMBER: builtins.int
+    SAMPLING_FIELD_NUMBER: builtins.int
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: builtins.int
+    TOKENIZER_HASH_FIELD_NUMBER: builtins.int
+    TEMPLATE_HASH_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    MAX_STALENESS_FIELD_NUMBER: builtins.int
+    ROLLOUT_TARGETS_FIELD_NUMBER: builtins.int
+    GROUPS_WANTED_FIELD_NUMBER: builtins.int
+    OPTIONS_FIELD_NUMBER: builtins.int
+    episodes_per_group: builtins.int
+    """Episodes of a group; `Trajectory.episode_index` counts them from 0."""
+    max_sequence_tokens: builtins.int
+    """Most tokens of a sequence."""
+    tokenizer_hash: builtins.str
+    """Required `Trajectory.tokenizer_hash`."""
+    template_hash: builtins.str
+    """Required `Trajectory.template_hash`."""
+    max_staleness: builtins.int
+    """Most versions that a token may lag behind it."""
+    groups_wanted: builtins.int
+    """Groups that the run wants now; 0 means to ask again later."""
+    @property
+    def sampling(self) -> rollwire.v1.trajectory_pb2.SamplingSettings:
+        """How tokens must be drawn: temperature, top-p, top-k and log-prob mode must be these."""
+
+    @property
+    def version(self) -> rollwire.v1.weights_pb2.WeightVersion:
+        """Newest version."""
+
+    @property
+    def rollout_targets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Rollout servers that serve it, for `RolloutService.Generate`."""
+
+    @property
+    def options(self) -> google.protobuf.struct_pb2.Struct:
+        """The entry's `options` in the run's configuration."""
+
+    def __init__(
+        self,
+        *,
+        episodes_per_group: builtins.int = ...,
+        sampling: rollwire.v1.trajectory_pb2.SamplingSettings | None = ...,
+        max_sequence_tokens: builtins.int = ...,
+        tokenizer_hash: builtins.str = ...,
+        template_hash: builtins.str = ...,
+        version: rollwire.v1.weights_pb2.WeightVersion | None = ...,
+        max_staleness: builtins.int = ...,
+        rollout_targets: collections.abc.Iterable[builtins.str] | None = ...,
+        groups_wanted: builtins.int = ...,
+        options: google.protobuf.struct_pb2.Struct | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["options", b"options", "sampling", b"sampling", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["episodes_per_group", b"episodes_per_group", "groups_wanted", b"groups_wanted", "max_sequence_tokens", b"max_sequence_tokens", "max_staleness", b"max_staleness", "options", b"options", "rollout_targets", b"rollout_targets", "sampling", b"sampling", "template_hash", b"template_hash", "tokenizer_hash", b"tokenizer_hash", "version", b"version"]) -> None: ...
+
+global___GetSubmissionTermsResponse = GetSubmissionTermsResponse
+
+@typing.final
+class SubmitTrajectoriesRequest(google.protobuf.message.Message):
+    """SubmitTrajectoriesRequest is one trajectory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAJECTORY_FIELD_NUMBER: builtins.int
+    @property
+    def trajectory(self) -> rollwire.v1.trajectory_pb2.Trajectory:
+        """`group_id` is chosen by the pusher, unique for ever; at most 4 MiB."""
+
+    def __init__(
+        self,
+        *,
+        trajectory: rollwire.v1.trajectory_pb2.Trajectory | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> None: ...
+
+global___SubmitTrajectoriesRequest = SubmitTrajectoriesRequest
+
+@typing.final
+class SubmitTrajectoriesResponse(google.protobuf.message.Message):
+    """SubmitTrajectoriesResponse is the fate of one trajectory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAJECTORY_ID_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    REJECTION_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    trajectory_id: builtins.str
+    """The trajectory."""
+    status: global___SubmissionStatus.ValueType
+    """Its fate."""
+    rejection: global___SubmissionRejection.ValueType
+    """Set when rejected."""
+    message: builtins.str
+    """One line for people, when it was not accepted."""
+    def __init__(
+        self,
+        *,
+        trajectory_id: builtins.str = ...,
+        status: global___SubmissionStatus.ValueType = ...,
+        rejection: global___SubmissionRejection.ValueType = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "rejection", b"rejection", "status", b"status", "trajectory_id", b"trajectory_id"]) -> None: ...
+
+global___SubmitTrajectoriesResponse = SubmitTrajectoriesResponse

@@ -47,6 +47,26 @@ class CoordinatorServiceStub(object):
                 request_serializer=rollwire_dot_v1_dot_coordinator__pb2.StopRequest.SerializeToString,
                 response_deserializer=rollwire_dot_v1_dot_coordinator__pb2.StopResponse.FromString,
                 _registered_method=True)
+        self.OpenAgentSession = channel.unary_unary(
+                '/rollwire.v1.CoordinatorService/OpenAgentSession',
+                request_serializer=rollwire_dot_v1_dot_coordinator__pb2.OpenAgentSessionRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_coordinator__pb2.OpenAgentSessionResponse.FromString,
+                _registered_method=True)
+        self.CloseAgentSession = channel.unary_unary(
+                '/rollwire.v1.CoordinatorService/CloseAgentSession',
+                request_serializer=rollwire_dot_v1_dot_coordinator__pb2.CloseAgentSessionRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_coordinator__pb2.CloseAgentSessionResponse.FromString,
+                _registered_method=True)
+        self.GetSubmissionTerms = channel.unary_unary(
+                '/rollwire.v1.CoordinatorService/GetSubmissionTerms',
+                request_serializer=rollwire_dot_v1_dot_coordinator__pb2.GetSubmissionTermsRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_coordinator__pb2.GetSubmissionTermsResponse.FromString,
+                _registered_method=True)
+        self.SubmitTrajectories = channel.stream_stream(
+                '/rollwire.v1.CoordinatorService/SubmitTrajectories',
+                request_serializer=rollwire_dot_v1_dot_coordinator__pb2.SubmitTrajectoriesRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_coordinator__pb2.SubmitTrajectoriesResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -69,6 +89,51 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenAgentSession(self, request, context):
+        """OpenAgentSession gives an agent that keeps its own loop a task and access to the policy.
+
+        Sessions of one group have the same task. A session is one episode: it is closed with a reward, or it fails with a
+        reason and the group asks for another one. Idempotent by `request_id` while the session is open.
+        NOT_FOUND / `UNKNOWN_ENVIRONMENT` for a tag that the run does not train from agents; RESOURCE_EXHAUSTED /
+        `EPISODES_EXHAUSTED` with a retry delay when the staleness bound or the capacity is reached; UNAVAILABLE / `NO_WEIGHTS`
+        with a retry delay while the run is starting; FAILED_PRECONDITION / `RUN_ENDED`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseAgentSession(self, request, context):
+        """CloseAgentSession ends a session with its reward, or as failed.
+
+        Idempotent: a repeat returns the first answer while the run lives. Answered once the trajectory is durable, or its
+        failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has ended; FAILED_PRECONDITION /
+        `NO_CALLS` when a reward is given but no call completed.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSubmissionTerms(self, request, context):
+        """GetSubmissionTerms says what trajectories pushed under a tag must look like, and where to generate. Read-only.
+
+        NOT_FOUND / `UNKNOWN_ENVIRONMENT` for a tag that the run does not train from pushed trajectories; UNAVAILABLE /
+        `NO_WEIGHTS` with a retry delay while the run is starting.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SubmitTrajectories(self, request_iterator, context):
+        """SubmitTrajectories pushes finished trajectories; each is answered in the order of arrival, once its fate is durable.
+
+        Idempotent by `trajectory_id`. The server reads on only while it has room: a stream that is not read is back-pressure,
+        not an error. A group is trained when all its episodes have arrived; one that stays incomplete for
+        `timeouts.group_s` is dropped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -81,6 +146,26 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.Stop,
                     request_deserializer=rollwire_dot_v1_dot_coordinator__pb2.StopRequest.FromString,
                     response_serializer=rollwire_dot_v1_dot_coordinator__pb2.StopResponse.SerializeToString,
+            ),
+            'OpenAgentSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenAgentSession,
+                    request_deserializer=rollwire_dot_v1_dot_coordinator__pb2.OpenAgentSessionRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_coordinator__pb2.OpenAgentSessionResponse.SerializeToString,
+            ),
+            'CloseAgentSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseAgentSession,
+                    request_deserializer=rollwire_dot_v1_dot_coordinator__pb2.CloseAgentSessionRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_coordinator__pb2.CloseAgentSessionResponse.SerializeToString,
+            ),
+            'GetSubmissionTerms': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSubmissionTerms,
+                    request_deserializer=rollwire_dot_v1_dot_coordinator__pb2.GetSubmissionTermsRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_coordinator__pb2.GetSubmissionTermsResponse.SerializeToString,
+            ),
+            'SubmitTrajectories': grpc.stream_stream_rpc_method_handler(
+                    servicer.SubmitTrajectories,
+                    request_deserializer=rollwire_dot_v1_dot_coordinator__pb2.SubmitTrajectoriesRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_coordinator__pb2.SubmitTrajectoriesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +225,114 @@ class CoordinatorService(object):
             '/rollwire.v1.CoordinatorService/Stop',
             rollwire_dot_v1_dot_coordinator__pb2.StopRequest.SerializeToString,
             rollwire_dot_v1_dot_coordinator__pb2.StopResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenAgentSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.CoordinatorService/OpenAgentSession',
+            rollwire_dot_v1_dot_coordinator__pb2.OpenAgentSessionRequest.SerializeToString,
+            rollwire_dot_v1_dot_coordinator__pb2.OpenAgentSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseAgentSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.CoordinatorService/CloseAgentSession',
+            rollwire_dot_v1_dot_coordinator__pb2.CloseAgentSessionRequest.SerializeToString,
+            rollwire_dot_v1_dot_coordinator__pb2.CloseAgentSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSubmissionTerms(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.CoordinatorService/GetSubmissionTerms',
+            rollwire_dot_v1_dot_coordinator__pb2.GetSubmissionTermsRequest.SerializeToString,
+            rollwire_dot_v1_dot_coordinator__pb2.GetSubmissionTermsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SubmitTrajectories(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rollwire.v1.CoordinatorService/SubmitTrajectories',
+            rollwire_dot_v1_dot_coordinator__pb2.SubmitTrajectoriesRequest.SerializeToString,
+            rollwire_dot_v1_dot_coordinator__pb2.SubmitTrajectoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -36,6 +36,51 @@ class CoordinatorServiceStub:
     ]
     """Stop ends the run after the step in progress. Idempotent."""
 
+    OpenAgentSession: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.coordinator_pb2.OpenAgentSessionRequest,
+        rollwire.v1.coordinator_pb2.OpenAgentSessionResponse,
+    ]
+    """OpenAgentSession gives an agent that keeps its own loop a task and access to the policy.
+
+    Sessions of one group have the same task. A session is one episode: it is closed with a reward, or it fails with a
+    reason and the group asks for another one. Idempotent by `request_id` while the session is open.
+    NOT_FOUND / `UNKNOWN_ENVIRONMENT` for a tag that the run does not train from agents; RESOURCE_EXHAUSTED /
+    `EPISODES_EXHAUSTED` with a retry delay when the staleness bound or the capacity is reached; UNAVAILABLE / `NO_WEIGHTS`
+    with a retry delay while the run is starting; FAILED_PRECONDITION / `RUN_ENDED`.
+    """
+
+    CloseAgentSession: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.coordinator_pb2.CloseAgentSessionRequest,
+        rollwire.v1.coordinator_pb2.CloseAgentSessionResponse,
+    ]
+    """CloseAgentSession ends a session with its reward, or as failed.
+
+    Idempotent: a repeat returns the first answer while the run lives. Answered once the trajectory is durable, or its
+    failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has ended; FAILED_PRECONDITION /
+    `NO_CALLS` when a reward is given but no call completed.
+    """
+
+    GetSubmissionTerms: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.coordinator_pb2.GetSubmissionTermsRequest,
+        rollwire.v1.coordinator_pb2.GetSubmissionTermsResponse,
+    ]
+    """GetSubmissionTerms says what trajectories pushed under a tag must look like, and where to generate. Read-only.
+
+    NOT_FOUND / `UNKNOWN_ENVIRONMENT` for a tag that the run does not train from pushed trajectories; UNAVAILABLE /
+    `NO_WEIGHTS` with a retry delay while the run is starting.
+    """
+
+    SubmitTrajectories: grpc.StreamStreamMultiCallable[
+        rollwire.v1.coordinator_pb2.SubmitTrajectoriesRequest,
+        rollwire.v1.coordinator_pb2.SubmitTrajectoriesResponse,
+    ]
+    """SubmitTrajectories pushes finished trajectories; each is answered in the order of arrival, once its fate is durable.
+
+    Idempotent by `trajectory_id`. The server reads on only while it has room: a stream that is not read is back-pressure,
+    not an error. A group is trained when all its episodes have arrived; one that stays incomplete for
+    `timeouts.group_s` is dropped.
+    """
+
 class CoordinatorServiceAsyncStub:
     """CoordinatorService shows and steers a run.
 
@@ -53,6 +98,51 @@ class CoordinatorServiceAsyncStub:
         rollwire.v1.coordinator_pb2.StopResponse,
     ]
     """Stop ends the run after the step in progress. Idempotent."""
+
+    OpenAgentSession: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.coordinator_pb2.OpenAgentSessionRequest,
+        rollwire.v1.coordinator_pb2.OpenAgentSessionResponse,
+    ]
+    """OpenAgentSession gives an agent that keeps its own loop a task and access to the policy.
+
+    Sessions of one group have the same task. A session is one episode: it is closed with a reward, or it fails with a
+    reason and the group asks for another one. Idempotent by `request_id` while the session is open.
+    NOT_FOUND / `UNKNOWN_ENVIRONMENT` for a tag that the run does not train from agents; RESOURCE_EXHAUSTED /
+    `EPISODES_EXHAUSTED` with a retry delay when the staleness bound or the capacity is reached; UNAVAILABLE / `NO_WEIGHTS`
+    with a retry delay while the run is starting; FAILED_PRECONDITION / `RUN_ENDED`.
+    """
+
+    CloseAgentSession: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.coordinator_pb2.CloseAgentSessionRequest,
+        rollwire.v1.coordinator_pb2.CloseAgentSessionResponse,
+    ]
+    """CloseAgentSession ends a session with its reward, or as failed.
+
+    Idempotent: a repeat returns the first answer while the run lives. Answered once the trajectory is durable, or its
+    failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has ended; FAILED_PRECONDITION /
+    `NO_CALLS` when a reward is given but no call completed.
+    """
+
+    GetSubmissionTerms: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.coordinator_pb2.GetSubmissionTermsRequest,
+        rollwire.v1.coordinator_pb2.GetSubmissionTermsResponse,
+    ]
+    """GetSubmissionTerms says what trajectories pushed under a tag must look like, and where to generate. Read-only.
+
+    NOT_FOUND / `UNKNOWN_ENVIRONMENT` for a tag that the run does not train from pushed trajectories; UNAVAILABLE /
+    `NO_WEIGHTS` with a retry delay while the run is starting.
+    """
+
+    SubmitTrajectories: grpc.aio.StreamStreamMultiCallable[
+        rollwire.v1.coordinator_pb2.SubmitTrajectoriesRequest,
+        rollwire.v1.coordinator_pb2.SubmitTrajectoriesResponse,
+    ]
+    """SubmitTrajectories pushes finished trajectories; each is answered in the order of arrival, once its fate is durable.
+
+    Idempotent by `trajectory_id`. The server reads on only while it has room: a stream that is not read is back-pressure,
+    not an error. A group is trained when all its episodes have arrived; one that stays incomplete for
+    `timeouts.group_s` is dropped.
+    """
 
 class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
     """CoordinatorService shows and steers a run.
@@ -75,5 +165,58 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rollwire.v1.coordinator_pb2.StopResponse, collections.abc.Awaitable[rollwire.v1.coordinator_pb2.StopResponse]]:
         """Stop ends the run after the step in progress. Idempotent."""
+
+    @abc.abstractmethod
+    def OpenAgentSession(
+        self,
+        request: rollwire.v1.coordinator_pb2.OpenAgentSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.coordinator_pb2.OpenAgentSessionResponse, collections.abc.Awaitable[rollwire.v1.coordinator_pb2.OpenAgentSessionResponse]]:
+        """OpenAgentSession gives an agent that keeps its own loop a task and access to the policy.
+
+        Sessions of one group have the same task. A session is one episode: it is closed with a reward, or it fails with a
+        reason and the group asks for another one. Idempotent by `request_id` while the session is open.
+        NOT_FOUND / `UNKNOWN_ENVIRONMENT` for a tag that the run does not train from agents; RESOURCE_EXHAUSTED /
+        `EPISODES_EXHAUSTED` with a retry delay when the staleness bound or the capacity is reached; UNAVAILABLE / `NO_WEIGHTS`
+        with a retry delay while the run is starting; FAILED_PRECONDITION / `RUN_ENDED`.
+        """
+
+    @abc.abstractmethod
+    def CloseAgentSession(
+        self,
+        request: rollwire.v1.coordinator_pb2.CloseAgentSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.coordinator_pb2.CloseAgentSessionResponse, collections.abc.Awaitable[rollwire.v1.coordinator_pb2.CloseAgentSessionResponse]]:
+        """CloseAgentSession ends a session with its reward, or as failed.
+
+        Idempotent: a repeat returns the first answer while the run lives. Answered once the trajectory is durable, or its
+        failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has ended; FAILED_PRECONDITION /
+        `NO_CALLS` when a reward is given but no call completed.
+        """
+
+    @abc.abstractmethod
+    def GetSubmissionTerms(
+        self,
+        request: rollwire.v1.coordinator_pb2.GetSubmissionTermsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.coordinator_pb2.GetSubmissionTermsResponse, collections.abc.Awaitable[rollwire.v1.coordinator_pb2.GetSubmissionTermsResponse]]:
+        """GetSubmissionTerms says what trajectories pushed under a tag must look like, and where to generate. Read-only.
+
+        NOT_FOUND / `UNKNOWN_ENVIRONMENT` for a tag that the run does not train from pushed trajectories; UNAVAILABLE /
+        `NO_WEIGHTS` with a retry delay while the run is starting.
+        """
+
+    @abc.abstractmethod
+    def SubmitTrajectories(
+        self,
+        request_iterator: _MaybeAsyncIterator[rollwire.v1.coordinator_pb2.SubmitTrajectoriesRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[rollwire.v1.coordinator_pb2.SubmitTrajectoriesResponse], collections.abc.AsyncIterator[rollwire.v1.coordinator_pb2.SubmitTrajectoriesResponse]]:
+        """SubmitTrajectories pushes finished trajectories; each is answered in the order of arrival, once its fate is durable.
+
+        Idempotent by `trajectory_id`. The server reads on only while it has room: a stream that is not read is back-pressure,
+        not an error. A group is trained when all its episodes have arrived; one that stays incomplete for
+        `timeouts.group_s` is dropped.
+        """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drollwire/v1/environment.proto\x12\x0brollwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"f\n\x12\x45nvironmentFailure\x12\x31\n\x04kind\x18\x01 \x01(\x0e\x32#.rollwire.v1.EnvironmentFailureKind\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xe0\x02\n\x16\x45nvironmentDescription\x12\x0b\n\x03tag\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12\x11\n\tmax_turns\x18\x03 \x01(\r\x12\x30\n\x0f\x64\x65\x66\x61ult_options\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x31\n\x0erender_formats\x18\x05 \x03(\x0e\x32\x19.rollwire.v1.RenderFormat\x12V\n\x12metric_aggregation\x18\x06 \x03(\x0b\x32:.rollwire.v1.EnvironmentDescription.MetricAggregationEntry\x1aX\n\x16MetricAggregationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0e\x32\x1e.rollwire.v1.MetricAggregation:\x02\x38\x01\"\x19\n\x17ListEnvironmentsRequest\"\x86\x01\n\x18ListEnvironmentsResponse\x12\x39\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32#.rollwire.v1.EnvironmentDescription\x12\x18\n\x10session_capacity\x18\x02 \x01(\r\x12\x15\n\ropen_sessions\x18\x03 \x01(\r\"\xa3\x01\n\x12OpenSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x65nvironment_tag\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12(\n\x07options\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd3\x01\n\x13OpenSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x14\n\x0cinstructions\x18\x02 \x01(\t\x12\x13\n\x0bobservation\x18\x03 \x01(\t\x12\x11\n\tmax_turns\x18\x04 \x01(\r\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1f.rollwire.v1.EnvironmentFailure\x12\x0e\n\x06suffix\x18\x07 \x01(\t\"?\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\"\x85\x02\n\x0cStepResponse\x12\x13\n\x0bobservation\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x12\n\nterminated\x18\x03 \x01(\x08\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12\x37\n\x07metrics\x18\x05 \x03(\x0b\x32&.rollwire.v1.StepResponse.MetricsEntry\x12\x30\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1f.rollwire.v1.EnvironmentFailure\x12\x0e\n\x06suffix\x18\x07 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"S\n\x13RenewSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x14RenewSessionResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"N\n\rRenderRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12)\n\x06\x66ormat\x18\x02 \x01(\x0e\x32\x19.rollwire.v1.RenderFormat\":\n\x0eRenderResponse\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\r\n\x03png\x18\x02 \x01(\x0cH\x00\x42\t\n\x07\x64rawing\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseSessionResponse*\xdc\x01\n\x16\x45nvironmentFailureKind\x12(\n$ENVIRONMENT_FAILURE_KIND_UNSPECIFIED\x10\x00\x12\"\n\x1e\x45NVIRONMENT_FAILURE_KIND_ERROR\x10\x01\x12$\n ENVIRONMENT_FAILURE_KIND_TIMEOUT\x10\x02\x12!\n\x1d\x45NVIRONMENT_FAILURE_KIND_LOST\x10\x03\x12+\n\'ENVIRONMENT_FAILURE_KIND_INVALID_RESULT\x10\x04*\xe3\x01\n\x11MetricAggregation\x12\"\n\x1eMETRIC_AGGREGATION_UNSPECIFIED\x10\x00\x12\x1b\n\x17METRIC_AGGREGATION_MEAN\x10\x01\x12\x1a\n\x16METRIC_AGGREGATION_SUM\x10\x02\x12\x1b\n\x17METRIC_AGGREGATION_LAST\x10\x03\x12\x1c\n\x18METRIC_AGGREGATION_FIRST\x10\x04\x12\x1a\n\x16METRIC_AGGREGATION_MAX\x10\x05\x12\x1a\n\x16METRIC_AGGREGATION_MIN\x10\x06*\\\n\x0cRenderFormat\x12\x1d\n\x19RENDER_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12RENDER_FORMAT_TEXT\x10\x01\x12\x15\n\x11RENDER_FORMAT_PNG\x10\x02\x32\xf1\x03\n\x12\x45nvironmentService\x12_\n\x10ListEnvironments\x12$.rollwire.v1.ListEnvironmentsRequest\x1a%.rollwire.v1.ListEnvironmentsResponse\x12P\n\x0bOpenSession\x12\x1f.rollwire.v1.OpenSessionRequest\x1a .rollwire.v1.OpenSessionResponse\x12;\n\x04Step\x12\x18.rollwire.v1.StepRequest\x1a\x19.rollwire.v1.StepResponse\x12S\n\x0cRenewSession\x12 .rollwire.v1.RenewSessionRequest\x1a!.rollwire.v1.RenewSessionResponse\x12\x41\n\x06Render\x12\x1a.rollwire.v1.RenderRequest\x1a\x1b.rollwire.v1.RenderResponse\x12S\n\x0c\x43loseSession\x12 .rollwire.v1.CloseSessionRequest\x1a!.rollwire.v1.CloseSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1drollwire/v1/environment.proto\x12\x0brollwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\"f\n\x12\x45nvironmentFailure\x12\x31\n\x04kind\x18\x01 \x01(\x0e\x32#.rollwire.v1.EnvironmentFailureKind\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xe0\x02\n\x16\x45nvironmentDescription\x12\x0b\n\x03tag\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\t\x12\x11\n\tmax_turns\x18\x03 \x01(\r\x12\x30\n\x0f\x64\x65\x66\x61ult_options\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x31\n\x0erender_formats\x18\x05 \x03(\x0e\x32\x19.rollwire.v1.RenderFormat\x12V\n\x12metric_aggregation\x18\x06 \x03(\x0b\x32:.rollwire.v1.EnvironmentDescription.MetricAggregationEntry\x1aX\n\x16MetricAggregationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0e\x32\x1e.rollwire.v1.MetricAggregation:\x02\x38\x01\"\x19\n\x17ListEnvironmentsRequest\"\x86\x01\n\x18ListEnvironmentsResponse\x12\x39\n\x0c\x65nvironments\x18\x01 \x03(\x0b\x32#.rollwire.v1.EnvironmentDescription\x12\x18\n\x10session_capacity\x18\x02 \x01(\r\x12\x15\n\ropen_sessions\x18\x03 \x01(\r\"\xa3\x01\n\x12OpenSessionRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x65nvironment_tag\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12(\n\x07options\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xec\x01\n\x13OpenSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x14\n\x0cinstructions\x18\x02 \x01(\t\x12\x13\n\x0bobservation\x18\x03 \x01(\t\x12\x11\n\tmax_turns\x18\x04 \x01(\r\x12(\n\x05lease\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x30\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1f.rollwire.v1.EnvironmentFailure\x12\x0e\n\x06suffix\x18\x07 \x01(\t\x12\x17\n\x0fobservation_png\x18\x08 \x01(\x0c\"?\n\x0bStepRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12\x0e\n\x06\x61\x63tion\x18\x03 \x01(\t\"\x9e\x02\n\x0cStepResponse\x12\x13\n\x0bobservation\x18\x01 \x01(\t\x12\x0e\n\x06reward\x18\x02 \x01(\x01\x12\x12\n\nterminated\x18\x03 \x01(\x08\x12\x11\n\ttruncated\x18\x04 \x01(\x08\x12\x37\n\x07metrics\x18\x05 \x03(\x0b\x32&.rollwire.v1.StepResponse.MetricsEntry\x12\x30\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1f.rollwire.v1.EnvironmentFailure\x12\x0e\n\x06suffix\x18\x07 \x01(\t\x12\x17\n\x0fobservation_png\x18\x08 \x01(\x0c\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"S\n\x13RenewSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12(\n\x05lease\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"@\n\x14RenewSessionResponse\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"N\n\rRenderRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12)\n\x06\x66ormat\x18\x02 \x01(\x0e\x32\x19.rollwire.v1.RenderFormat\":\n\x0eRenderResponse\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\r\n\x03png\x18\x02 \x01(\x0cH\x00\x42\t\n\x07\x64rawing\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseSessionResponse\"\xc1\x02\n\x0bSessionCall\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12*\n\x07timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x04open\x18\x03 \x01(\x0b\x32\x1f.rollwire.v1.OpenSessionRequestH\x00\x12(\n\x04step\x18\x04 \x01(\x0b\x32\x18.rollwire.v1.StepRequestH\x00\x12\x31\n\x05renew\x18\x05 \x01(\x0b\x32 .rollwire.v1.RenewSessionRequestH\x00\x12\x31\n\x05\x63lose\x18\x06 \x01(\x0b\x32 .rollwire.v1.CloseSessionRequestH\x00\x12,\n\x06render\x18\x07 \x01(\x0b\x32\x1a.rollwire.v1.RenderRequestH\x00\x42\x06\n\x04\x63\x61ll\"\xc5\x02\n\x0cSessionReply\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x30\n\x04open\x18\x02 \x01(\x0b\x32 .rollwire.v1.OpenSessionResponseH\x00\x12)\n\x04step\x18\x03 \x01(\x0b\x32\x19.rollwire.v1.StepResponseH\x00\x12\x32\n\x05renew\x18\x04 \x01(\x0b\x32!.rollwire.v1.RenewSessionResponseH\x00\x12\x32\n\x05\x63lose\x18\x05 \x01(\x0b\x32!.rollwire.v1.CloseSessionResponseH\x00\x12-\n\x06render\x18\x06 \x01(\x0b\x32\x1b.rollwire.v1.RenderResponseH\x00\x12\'\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x16.rollwire.v1.CallErrorH\x00\x42\x07\n\x05reply\"\xd3\x01\n\tCallError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12.\n\x0bretry_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x08metadata\x18\x05 \x03(\x0b\x32$.rollwire.v1.CallError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x0bPlayRequest\x12\'\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x18.rollwire.v1.SessionCall\":\n\x0cPlayResponse\x12*\n\x07replies\x18\x01 \x03(\x0b\x32\x19.rollwire.v1.SessionReply\"\xd8\x01\n\rAttachRequest\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.rollwire.v1.ProviderHelloH\x00\x12/\n\x07replies\x18\x02 \x01(\x0b\x32\x1c.rollwire.v1.ProviderRepliesH\x00\x12\x31\n\x08\x63\x61pacity\x18\x03 \x01(\x0b\x32\x1d.rollwire.v1.ProviderCapacityH\x00\x12+\n\x05\x64rain\x18\x04 \x01(\x0b\x32\x1a.rollwire.v1.ProviderDrainH\x00\x42\t\n\x07message\"\xa6\x01\n\x0e\x41ttachResponse\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.rollwire.v1.ProviderWelcomeH\x00\x12+\n\x05\x63\x61lls\x18\x02 \x01(\x0b\x32\x1a.rollwire.v1.ProviderCallsH\x00\x12+\n\x05\x64rain\x18\x03 \x01(\x0b\x32\x1a.rollwire.v1.ProviderDrainH\x00\x42\t\n\x07message\"\x97\x01\n\rProviderHello\x12\x13\n\x0bprovider_id\x18\x01 \x01(\t\x12\x39\n\x0c\x65nvironments\x18\x02 \x03(\x0b\x32#.rollwire.v1.EnvironmentDescription\x12\x10\n\x08\x63\x61pacity\x18\x03 \x01(\r\x12\x13\n\x0bsession_ids\x18\x04 \x03(\t\x12\x0f\n\x07program\x18\x05 \x01(\t\";\n\x0fProviderWelcome\x12(\n\x05lease\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"8\n\rProviderCalls\x12\'\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x18.rollwire.v1.SessionCall\"=\n\x0fProviderReplies\x12*\n\x07replies\x18\x01 \x03(\x0b\x32\x19.rollwire.v1.SessionReply\"$\n\x10ProviderCapacity\x12\x10\n\x08\x63\x61pacity\x18\x01 \x01(\r\"\x0f\n\rProviderDrain*\xdc\x01\n\x16\x45nvironmentFailureKind\x12(\n$ENVIRONMENT_FAILURE_KIND_UNSPECIFIED\x10\x00\x12\"\n\x1e\x45NVIRONMENT_FAILURE_KIND_ERROR\x10\x01\x12$\n ENVIRONMENT_FAILURE_KIND_TIMEOUT\x10\x02\x12!\n\x1d\x45NVIRONMENT_FAILURE_KIND_LOST\x10\x03\x12+\n\'ENVIRONMENT_FAILURE_KIND_INVALID_RESULT\x10\x04*\xe3\x01\n\x11MetricAggregation\x12\"\n\x1eMETRIC_AGGREGATION_UNSPECIFIED\x10\x00\x12\x1b\n\x17METRIC_AGGREGATION_MEAN\x10\x01\x12\x1a\n\x16METRIC_AGGREGATION_SUM\x10\x02\x12\x1b\n\x17METRIC_AGGREGATION_LAST\x10\x03\x12\x1c\n\x18METRIC_AGGREGATION_FIRST\x10\x04\x12\x1a\n\x16METRIC_AGGREGATION_MAX\x10\x05\x12\x1a\n\x16METRIC_AGGREGATION_MIN\x10\x06*\\\n\x0cRenderFormat\x12\x1d\n\x19RENDER_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12RENDER_FORMAT_TEXT\x10\x01\x12\x15\n\x11RENDER_FORMAT_PNG\x10\x02\x32\xf9\x04\n\x12\x45nvironmentService\x12_\n\x10ListEnvironments\x12$.rollwire.v1.ListEnvironmentsRequest\x1a%.rollwire.v1.ListEnvironmentsResponse\x12P\n\x0bOpenSession\x12\x1f.rollwire.v1.OpenSessionRequest\x1a .rollwire.v1.OpenSessionResponse\x12;\n\x04Step\x12\x18.rollwire.v1.StepRequest\x1a\x19.rollwire.v1.StepResponse\x12S\n\x0cRenewSession\x12 .rollwire.v1.RenewSessionRequest\x1a!.rollwire.v1.RenewSessionResponse\x12\x41\n\x06Render\x12\x1a.rollwire.v1.RenderRequest\x1a\x1b.rollwire.v1.RenderResponse\x12S\n\x0c\x43loseSession\x12 .rollwire.v1.CloseSessionRequest\x1a!.rollwire.v1.CloseSessionResponse\x12?\n\x04Play\x12\x18.rollwire.v1.PlayRequest\x1a\x19.rollwire.v1.PlayResponse(\x01\x30\x01\x12\x45\n\x06\x41ttach\x12\x1a.rollwire.v1.AttachRequest\x1a\x1b.rollwire.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,12 +37,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENVIRONMENTDESCRIPTION_METRICAGGREGATIONENTRY']._serialized_options = b'8\001'
   _globals['_STEPRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_STEPRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_ENVIRONMENTFAILUREKIND']._serialized_start=1799
-  _globals['_ENVIRONMENTFAILUREKIND']._serialized_end=2019
-  _globals['_METRICAGGREGATION']._serialized_start=2022
-  _globals['_METRICAGGREGATION']._serialized_end=2249
-  _globals['_RENDERFORMAT']._serialized_start=2251
-  _globals['_RENDERFORMAT']._serialized_end=2343
+  _globals['_CALLERROR_METADATAENTRY']._loaded_options = None
+  _globals['_CALLERROR_METADATAENTRY']._serialized_options = b'8\001'
+  _globals['_ENVIRONMENTFAILUREKIND']._serialized_start=3610
+  _globals['_ENVIRONMENTFAILUREKIND']._serialized_end=3830
+  _globals['_METRICAGGREGATION']._serialized_start=3833
+  _globals['_METRICAGGREGATION']._serialized_end=4060
+  _globals['_RENDERFORMAT']._serialized_start=4062
+  _globals['_RENDERFORMAT']._serialized_end=4154
   _globals['_ENVIRONMENTFAILURE']._serialized_start=108
   _globals['_ENVIRONMENTFAILURE']._serialized_end=210
   _globals['_ENVIRONMENTDESCRIPTION']._serialized_start=213
@@ -56,25 +58,53 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENSESSIONREQUEST']._serialized_start=732
   _globals['_OPENSESSIONREQUEST']._serialized_end=895
   _globals['_OPENSESSIONRESPONSE']._serialized_start=898
-  _globals['_OPENSESSIONRESPONSE']._serialized_end=1109
-  _globals['_STEPREQUEST']._serialized_start=1111
-  _globals['_STEPREQUEST']._serialized_end=1174
-  _globals['_STEPRESPONSE']._serialized_start=1177
-  _globals['_STEPRESPONSE']._serialized_end=1438
-  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_start=1392
-  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_end=1438
-  _globals['_RENEWSESSIONREQUEST']._serialized_start=1440
-  _globals['_RENEWSESSIONREQUEST']._serialized_end=1523
-  _globals['_RENEWSESSIONRESPONSE']._serialized_start=1525
-  _globals['_RENEWSESSIONRESPONSE']._serialized_end=1589
-  _globals['_RENDERREQUEST']._serialized_start=1591
-  _globals['_RENDERREQUEST']._serialized_end=1669
-  _globals['_RENDERRESPONSE']._serialized_start=1671
-  _globals['_RENDERRESPONSE']._serialized_end=1729
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1731
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1772
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1774
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1796
-  _globals['_ENVIRONMENTSERVICE']._serialized_start=2346
-  _globals['_ENVIRONMENTSERVICE']._serialized_end=2843
+  _globals['_OPENSESSIONRESPONSE']._serialized_end=1134
+  _globals['_STEPREQUEST']._serialized_start=1136
+  _globals['_STEPREQUEST']._serialized_end=1199
+  _globals['_STEPRESPONSE']._serialized_start=1202
+  _globals['_STEPRESPONSE']._serialized_end=1488
+  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_start=1442
+  _globals['_STEPRESPONSE_METRICSENTRY']._serialized_end=1488
+  _globals['_RENEWSESSIONREQUEST']._serialized_start=1490
+  _globals['_RENEWSESSIONREQUEST']._serialized_end=1573
+  _globals['_RENEWSESSIONRESPONSE']._serialized_start=1575
+  _globals['_RENEWSESSIONRESPONSE']._serialized_end=1639
+  _globals['_RENDERREQUEST']._serialized_start=1641
+  _globals['_RENDERREQUEST']._serialized_end=1719
+  _globals['_RENDERRESPONSE']._serialized_start=1721
+  _globals['_RENDERRESPONSE']._serialized_end=1779
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1781
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1822
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1824
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1846
+  _globals['_SESSIONCALL']._serialized_start=1849
+  _globals['_SESSIONCALL']._serialized_end=2170
+  _globals['_SESSIONREPLY']._serialized_start=2173
+  _globals['_SESSIONREPLY']._serialized_end=2498
+  _globals['_CALLERROR']._serialized_start=2501
+  _globals['_CALLERROR']._serialized_end=2712
+  _globals['_CALLERROR_METADATAENTRY']._serialized_start=2665
+  _globals['_CALLERROR_METADATAENTRY']._serialized_end=2712
+  _globals['_PLAYREQUEST']._serialized_start=2714
+  _globals['_PLAYREQUEST']._serialized_end=2768
+  _globals['_PLAYRESPONSE']._serialized_start=2770
+  _globals['_PLAYRESPONSE']._serialized_end=2828
+  _globals['_ATTACHREQUEST']._serialized_start=2831
+  _globals['_ATTACHREQUEST']._serialized_end=3047
+  _globals['_ATTACHRESPONSE']._serialized_start=3050
+  _globals['_ATTACHRESPONSE']._serialized_end=3216
+  _globals['_PROVIDERHELLO']._serialized_start=3219
+  _globals['_PROVIDERHELLO']._serialized_end=3370
+  _globals['_PROVIDERWELCOME']._serialized_start=3372
+  _globals['_PROVIDERWELCOME']._serialized_end=3431
+  _globals['_PROVIDERCALLS']._serialized_start=3433
+  _globals['_PROVIDERCALLS']._serialized_end=3489
+  _globals['_PROVIDERREPLIES']._serialized_start=3491
+  _globals['_PROVIDERREPLIES']._serialized_end=3552
+  _globals['_PROVIDERCAPACITY']._serialized_start=3554
+  _globals['_PROVIDERCAPACITY']._serialized_end=3590
+  _globals['_PROVIDERDRAIN']._serialized_start=3592
+  _globals['_PROVIDERDRAIN']._serialized_end=3607
+  _globals['_ENVIRONMENTSERVICE']._serialized_start=4157
+  _globals['_ENVIRONMENTSERVICE']._serialized_end=4790
 # @@protoc_insertion_point(module_scope)

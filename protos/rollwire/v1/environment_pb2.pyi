@@ -296,6 +296,7 @@ class OpenSessionResponse(google.protobuf.message.Message):
     LEASE_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
     SUFFIX_FIELD_NUMBER: builtins.int
+    OBSERVATION_PNG_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """Session identifier, a bearer secret of this episode."""
     instructions: builtins.str
@@ -306,6 +307,10 @@ class OpenSessionResponse(google.protobuf.message.Message):
     """Turn limit of this session, >= 1."""
     suffix: builtins.str
     """Text to append to the turn's prompt after the template; usually empty."""
+    observation_png: builtins.bytes
+    """The first observation as a picture, a PNG file of at most 1 MiB, for policies that see; usually empty. Policies of
+    text ignore it.
+    """
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
         """Lease granted."""
@@ -324,9 +329,10 @@ class OpenSessionResponse(google.protobuf.message.Message):
         lease: google.protobuf.duration_pb2.Duration | None = ...,
         failure: global___EnvironmentFailure | None = ...,
         suffix: builtins.str = ...,
+        observation_png: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "lease", b"lease"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["failure", b"failure", "instructions", b"instructions", "lease", b"lease", "max_turns", b"max_turns", "observation", b"observation", "session_id", b"session_id", "suffix", b"suffix"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failure", b"failure", "instructions", b"instructions", "lease", b"lease", "max_turns", b"max_turns", "observation", b"observation", "observation_png", b"observation_png", "session_id", b"session_id", "suffix", b"suffix"]) -> None: ...
 
 global___OpenSessionResponse = OpenSessionResponse
 
@@ -385,6 +391,7 @@ class StepResponse(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
     SUFFIX_FIELD_NUMBER: builtins.int
+    OBSERVATION_PNG_FIELD_NUMBER: builtins.int
     observation: builtins.str
     """Observation after the turn."""
     reward: builtins.float
@@ -395,6 +402,8 @@ class StepResponse(google.protobuf.message.Message):
     """True if the episode was cut, for instance at the turn limit. The two may both be true."""
     suffix: builtins.str
     """Text to append to the next turn's prompt after the template; usually empty."""
+    observation_png: builtins.bytes
+    """The observation as a picture, as in `OpenSessionResponse.observation_png`."""
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Metrics of the turn. Finite; keys as in `[A-Za-z0-9_./-]{1,128}`; at most 256."""
@@ -413,9 +422,10 @@ class StepResponse(google.protobuf.message.Message):
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         failure: global___EnvironmentFailure | None = ...,
         suffix: builtins.str = ...,
+        observation_png: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["failure", b"failure", "metrics", b"metrics", "observation", b"observation", "reward", b"reward", "suffix", b"suffix", "terminated", b"terminated", "truncated", b"truncated"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failure", b"failure", "metrics", b"metrics", "observation", b"observation", "observation_png", b"observation_png", "reward", b"reward", "suffix", b"suffix", "terminated", b"terminated", "truncated", b"truncated"]) -> None: ...
 
 global___StepResponse = StepResponse
 
@@ -540,3 +550,417 @@ class CloseSessionResponse(google.protobuf.message.Message):
     ) -> None: ...
 
 global___CloseSessionResponse = CloseSessionResponse
+
+@typing.final
+class SessionCall(google.protobuf.message.Message):
+    """SessionCall is one call inside a stream."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: builtins.int
+    TIMEOUT_FIELD_NUMBER: builtins.int
+    OPEN_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    RENEW_FIELD_NUMBER: builtins.int
+    CLOSE_FIELD_NUMBER: builtins.int
+    RENDER_FIELD_NUMBER: builtins.int
+    call_id: builtins.int
+    """Identifies the reply; unique among the unanswered calls of the stream."""
+    @property
+    def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """Deadline of the call, from its arrival; more than 0, at most one hour. Required."""
+
+    @property
+    def open(self) -> global___OpenSessionRequest:
+        """OpenSession."""
+
+    @property
+    def step(self) -> global___StepRequest:
+        """Step."""
+
+    @property
+    def renew(self) -> global___RenewSessionRequest:
+        """RenewSession."""
+
+    @property
+    def close(self) -> global___CloseSessionRequest:
+        """CloseSession."""
+
+    @property
+    def render(self) -> global___RenderRequest:
+        """Render."""
+
+    def __init__(
+        self,
+        *,
+        call_id: builtins.int = ...,
+        timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        open: global___OpenSessionRequest | None = ...,
+        step: global___StepRequest | None = ...,
+        renew: global___RenewSessionRequest | None = ...,
+        close: global___CloseSessionRequest | None = ...,
+        render: global___RenderRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["call", b"call", "close", b"close", "open", b"open", "render", b"render", "renew", b"renew", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["call", b"call", "call_id", b"call_id", "close", b"close", "open", b"open", "render", b"render", "renew", b"renew", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["open", "step", "renew", "close", "render"] | None: ...
+
+global___SessionCall = SessionCall
+
+@typing.final
+class SessionReply(google.protobuf.message.Message):
+    """SessionReply answers one call inside a stream."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: builtins.int
+    OPEN_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    RENEW_FIELD_NUMBER: builtins.int
+    CLOSE_FIELD_NUMBER: builtins.int
+    RENDER_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    call_id: builtins.int
+    """The call."""
+    @property
+    def open(self) -> global___OpenSessionResponse:
+        """OpenSession."""
+
+    @property
+    def step(self) -> global___StepResponse:
+        """Step."""
+
+    @property
+    def renew(self) -> global___RenewSessionResponse:
+        """RenewSession."""
+
+    @property
+    def close(self) -> global___CloseSessionResponse:
+        """CloseSession."""
+
+    @property
+    def render(self) -> global___RenderResponse:
+        """Render."""
+
+    @property
+    def error(self) -> global___CallError:
+        """The call failed."""
+
+    def __init__(
+        self,
+        *,
+        call_id: builtins.int = ...,
+        open: global___OpenSessionResponse | None = ...,
+        step: global___StepResponse | None = ...,
+        renew: global___RenewSessionResponse | None = ...,
+        close: global___CloseSessionResponse | None = ...,
+        render: global___RenderResponse | None = ...,
+        error: global___CallError | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["close", b"close", "error", b"error", "open", b"open", "render", b"render", "renew", b"renew", "reply", b"reply", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["call_id", b"call_id", "close", b"close", "error", b"error", "open", b"open", "render", b"render", "renew", b"renew", "reply", b"reply", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["reply", b"reply"]) -> typing.Literal["open", "step", "renew", "close", "render", "error"] | None: ...
+
+global___SessionReply = SessionReply
+
+@typing.final
+class CallError(google.protobuf.message.Message):
+    """CallError is the status of a failed call inside a stream, as a unary call would have had it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class MetadataEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    CODE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_FIELD_NUMBER: builtins.int
+    METADATA_FIELD_NUMBER: builtins.int
+    code: builtins.int
+    """Canonical gRPC code, 1 to 16."""
+    reason: builtins.str
+    """Reason, as in `google.rpc.ErrorInfo.reason`."""
+    message: builtins.str
+    """One line for people."""
+    @property
+    def retry_after(self) -> google.protobuf.duration_pb2.Duration:
+        """When a retry makes sense, how long to wait."""
+
+    @property
+    def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Values named in the message, as in `google.rpc.ErrorInfo.metadata`."""
+
+    def __init__(
+        self,
+        *,
+        code: builtins.int = ...,
+        reason: builtins.str = ...,
+        message: builtins.str = ...,
+        retry_after: google.protobuf.duration_pb2.Duration | None = ...,
+        metadata: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["retry_after", b"retry_after"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "message", b"message", "metadata", b"metadata", "reason", b"reason", "retry_after", b"retry_after"]) -> None: ...
+
+global___CallError = CallError
+
+@typing.final
+class PlayRequest(google.protobuf.message.Message):
+    """PlayRequest carries calls."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: builtins.int
+    @property
+    def calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionCall]:
+        """At least one; together at most 4 MiB."""
+
+    def __init__(
+        self,
+        *,
+        calls: collections.abc.Iterable[global___SessionCall] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls"]) -> None: ...
+
+global___PlayRequest = PlayRequest
+
+@typing.final
+class PlayResponse(google.protobuf.message.Message):
+    """PlayResponse carries replies."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPLIES_FIELD_NUMBER: builtins.int
+    @property
+    def replies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionReply]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        replies: collections.abc.Iterable[global___SessionReply] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replies", b"replies"]) -> None: ...
+
+global___PlayResponse = PlayResponse
+
+@typing.final
+class AttachRequest(google.protobuf.message.Message):
+    """AttachRequest is a message from a provider."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HELLO_FIELD_NUMBER: builtins.int
+    REPLIES_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
+    @property
+    def hello(self) -> global___ProviderHello:
+        """First message of the stream."""
+
+    @property
+    def replies(self) -> global___ProviderReplies:
+        """Answers to calls."""
+
+    @property
+    def capacity(self) -> global___ProviderCapacity:
+        """The provider can serve more or fewer sessions than it said before."""
+
+    @property
+    def drain(self) -> global___ProviderDrain:
+        """The provider wants no new sessions; it ends the stream when those that it has are closed."""
+
+    def __init__(
+        self,
+        *,
+        hello: global___ProviderHello | None = ...,
+        replies: global___ProviderReplies | None = ...,
+        capacity: global___ProviderCapacity | None = ...,
+        drain: global___ProviderDrain | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["capacity", b"capacity", "drain", b"drain", "hello", b"hello", "message", b"message", "replies", b"replies"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "drain", b"drain", "hello", b"hello", "message", b"message", "replies", b"replies"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["hello", "replies", "capacity", "drain"] | None: ...
+
+global___AttachRequest = AttachRequest
+
+@typing.final
+class AttachResponse(google.protobuf.message.Message):
+    """AttachResponse is a message to a provider."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WELCOME_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
+    @property
+    def welcome(self) -> global___ProviderWelcome:
+        """First message of the stream."""
+
+    @property
+    def calls(self) -> global___ProviderCalls:
+        """Calls to answer."""
+
+    @property
+    def drain(self) -> global___ProviderDrain:
+        """The server is shutting down: it opens no new sessions and closes the stream when the running ones have ended."""
+
+    def __init__(
+        self,
+        *,
+        welcome: global___ProviderWelcome | None = ...,
+        calls: global___ProviderCalls | None = ...,
+        drain: global___ProviderDrain | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["calls", b"calls", "drain", b"drain", "message", b"message", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "drain", b"drain", "message", b"message", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["message", b"message"]) -> typing.Literal["welcome", "calls", "drain"] | None: ...
+
+global___AttachResponse = AttachResponse
+
+@typing.final
+class ProviderHello(google.protobuf.message.Message):
+    """ProviderHello introduces a provider."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROVIDER_ID_FIELD_NUMBER: builtins.int
+    ENVIRONMENTS_FIELD_NUMBER: builtins.int
+    CAPACITY_FIELD_NUMBER: builtins.int
+    SESSION_IDS_FIELD_NUMBER: builtins.int
+    PROGRAM_FIELD_NUMBER: builtins.int
+    provider_id: builtins.str
+    """Identifier that the provider chose when its process started, `[a-z0-9][a-z0-9_.-]{0,62}`; a bearer secret, so 16
+    random bytes or more. The same after a reconnect.
+    """
+    capacity: builtins.int
+    """Sessions that it serves at once, 1 to 65536, those in `session_ids` included."""
+    program: builtins.str
+    """Name and version of the provider's program, for logs; at most 128 characters."""
+    @property
+    def environments(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EnvironmentDescription]:
+        """Environments that it serves, 1 to 64; `render_formats` may be empty."""
+
+    @property
+    def session_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Sessions that live in the provider from before a reconnect; the server closes those that it has given up."""
+
+    def __init__(
+        self,
+        *,
+        provider_id: builtins.str = ...,
+        environments: collections.abc.Iterable[global___EnvironmentDescription] | None = ...,
+        capacity: builtins.int = ...,
+        session_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        program: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity", "environments", b"environments", "program", b"program", "provider_id", b"provider_id", "session_ids", b"session_ids"]) -> None: ...
+
+global___ProviderHello = ProviderHello
+
+@typing.final
+class ProviderWelcome(google.protobuf.message.Message):
+    """ProviderWelcome accepts a provider."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: builtins.int
+    @property
+    def lease(self) -> google.protobuf.duration_pb2.Duration:
+        """How long sessions outlive a cut stream."""
+
+    def __init__(
+        self,
+        *,
+        lease: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease", b"lease"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease", b"lease"]) -> None: ...
+
+global___ProviderWelcome = ProviderWelcome
+
+@typing.final
+class ProviderCalls(google.protobuf.message.Message):
+    """ProviderCalls carries calls to a provider."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: builtins.int
+    @property
+    def calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionCall]:
+        """At least one. `open.request_id` is unique per session; `open.options` are merged with nothing: the provider applies
+        its own defaults. A call that comes again with the same `call_id`, or a turn that comes again, is answered as before.
+        """
+
+    def __init__(
+        self,
+        *,
+        calls: collections.abc.Iterable[global___SessionCall] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls"]) -> None: ...
+
+global___ProviderCalls = ProviderCalls
+
+@typing.final
+class ProviderReplies(google.protobuf.message.Message):
+    """ProviderReplies carries answers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPLIES_FIELD_NUMBER: builtins.int
+    @property
+    def replies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SessionReply]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        replies: collections.abc.Iterable[global___SessionReply] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["replies", b"replies"]) -> None: ...
+
+global___ProviderReplies = ProviderReplies
+
+@typing.final
+class ProviderCapacity(google.protobuf.message.Message):
+    """ProviderCapacity changes what a provider can serve."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CAPACITY_FIELD_NUMBER: builtins.int
+    capacity: builtins.int
+    """Sessions that it serves at once, 0 to 65536; running ones stay."""
+    def __init__(
+        self,
+        *,
+        capacity: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity", b"capacity"]) -> None: ...
+
+global___ProviderCapacity = ProviderCapacity
+
+@typing.final
+class ProviderDrain(google.protobuf.message.Message):
+    """ProviderDrain announces an end."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ProviderDrain = ProviderDrain

@@ -71,6 +71,16 @@ class EnvironmentServiceStub(object):
                 request_serializer=rollwire_dot_v1_dot_environment__pb2.CloseSessionRequest.SerializeToString,
                 response_deserializer=rollwire_dot_v1_dot_environment__pb2.CloseSessionResponse.FromString,
                 _registered_method=True)
+        self.Play = channel.stream_stream(
+                '/rollwire.v1.EnvironmentService/Play',
+                request_serializer=rollwire_dot_v1_dot_environment__pb2.PlayRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_environment__pb2.PlayResponse.FromString,
+                _registered_method=True)
+        self.Attach = channel.stream_stream(
+                '/rollwire.v1.EnvironmentService/Attach',
+                request_serializer=rollwire_dot_v1_dot_environment__pb2.AttachRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_environment__pb2.AttachResponse.FromString,
+                _registered_method=True)
 
 
 class EnvironmentServiceServicer(object):
@@ -136,6 +146,36 @@ class EnvironmentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Play(self, request_iterator, context):
+        """Play carries the calls of any number of sessions over one stream: the same sessions, leases and rules as the
+        unary methods, at a fraction of their cost.
+
+        Replies come as they are ready, in any order, each with the `call_id` of its call; a call that fails is answered
+        with `error` and does not end the stream. A session does not belong to the stream: after a cut it goes on over another
+        one, or over unary calls. The stream needs no deadline; every call in it has one. At most 4096 calls may be
+        unanswered: the server reads on when one is answered.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request_iterator, context):
+        """Attach lets an external process, the provider, serve environments from wherever it can dial out.
+
+        The provider sends `hello` first and is answered with `welcome`; then the server sends calls for the provider's
+        sessions and the provider answers them, in any order. Each session is opened by the provider under an id of its own
+        choice. A cut stream does not end sessions: a provider that attaches again with the same `provider_id` within the lease
+        goes on with those that it names, and gets the unanswered calls again, under the same `call_id`. The sessions of a
+        provider that stays away fail as ENVIRONMENT_FAILURE_KIND_LOST. The stream needs no deadline.
+        INVALID_ARGUMENT / `INVALID_FIELD`; ALREADY_EXISTS / `TAG_TAKEN` when a tag is hosted by the server itself;
+        FAILED_PRECONDITION / `DESCRIPTION_MISMATCH` when other providers describe a tag in another way;
+        ABORTED / `PROVIDER_REPLACED` for a stream whose `provider_id` has attached again; RESOURCE_EXHAUSTED /
+        `PROVIDERS_EXHAUSTED`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EnvironmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -168,6 +208,16 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.CloseSession,
                     request_deserializer=rollwire_dot_v1_dot_environment__pb2.CloseSessionRequest.FromString,
                     response_serializer=rollwire_dot_v1_dot_environment__pb2.CloseSessionResponse.SerializeToString,
+            ),
+            'Play': grpc.stream_stream_rpc_method_handler(
+                    servicer.Play,
+                    request_deserializer=rollwire_dot_v1_dot_environment__pb2.PlayRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_environment__pb2.PlayResponse.SerializeToString,
+            ),
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=rollwire_dot_v1_dot_environment__pb2.AttachRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_environment__pb2.AttachResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -339,6 +389,60 @@ class EnvironmentService(object):
             '/rollwire.v1.EnvironmentService/CloseSession',
             rollwire_dot_v1_dot_environment__pb2.CloseSessionRequest.SerializeToString,
             rollwire_dot_v1_dot_environment__pb2.CloseSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Play(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rollwire.v1.EnvironmentService/Play',
+            rollwire_dot_v1_dot_environment__pb2.PlayRequest.SerializeToString,
+            rollwire_dot_v1_dot_environment__pb2.PlayResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rollwire.v1.EnvironmentService/Attach',
+            rollwire_dot_v1_dot_environment__pb2.AttachRequest.SerializeToString,
+            rollwire_dot_v1_dot_environment__pb2.AttachResponse.FromString,
             options,
             channel_credentials,
             insecure,

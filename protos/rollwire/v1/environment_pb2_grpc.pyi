@@ -78,6 +78,36 @@ class EnvironmentServiceStub:
     ]
     """CloseSession ends a session and frees its resources. Idempotent: closing an unknown session answers OK."""
 
+    Play: grpc.StreamStreamMultiCallable[
+        rollwire.v1.environment_pb2.PlayRequest,
+        rollwire.v1.environment_pb2.PlayResponse,
+    ]
+    """Play carries the calls of any number of sessions over one stream: the same sessions, leases and rules as the
+    unary methods, at a fraction of their cost.
+
+    Replies come as they are ready, in any order, each with the `call_id` of its call; a call that fails is answered
+    with `error` and does not end the stream. A session does not belong to the stream: after a cut it goes on over another
+    one, or over unary calls. The stream needs no deadline; every call in it has one. At most 4096 calls may be
+    unanswered: the server reads on when one is answered.
+    """
+
+    Attach: grpc.StreamStreamMultiCallable[
+        rollwire.v1.environment_pb2.AttachRequest,
+        rollwire.v1.environment_pb2.AttachResponse,
+    ]
+    """Attach lets an external process, the provider, serve environments from wherever it can dial out.
+
+    The provider sends `hello` first and is answered with `welcome`; then the server sends calls for the provider's
+    sessions and the provider answers them, in any order. Each session is opened by the provider under an id of its own
+    choice. A cut stream does not end sessions: a provider that attaches again with the same `provider_id` within the lease
+    goes on with those that it names, and gets the unanswered calls again, under the same `call_id`. The sessions of a
+    provider that stays away fail as ENVIRONMENT_FAILURE_KIND_LOST. The stream needs no deadline.
+    INVALID_ARGUMENT / `INVALID_FIELD`; ALREADY_EXISTS / `TAG_TAKEN` when a tag is hosted by the server itself;
+    FAILED_PRECONDITION / `DESCRIPTION_MISMATCH` when other providers describe a tag in another way;
+    ABORTED / `PROVIDER_REPLACED` for a stream whose `provider_id` has attached again; RESOURCE_EXHAUSTED /
+    `PROVIDERS_EXHAUSTED`.
+    """
+
 class EnvironmentServiceAsyncStub:
     """EnvironmentService hosts environments.
 
@@ -137,6 +167,36 @@ class EnvironmentServiceAsyncStub:
         rollwire.v1.environment_pb2.CloseSessionResponse,
     ]
     """CloseSession ends a session and frees its resources. Idempotent: closing an unknown session answers OK."""
+
+    Play: grpc.aio.StreamStreamMultiCallable[
+        rollwire.v1.environment_pb2.PlayRequest,
+        rollwire.v1.environment_pb2.PlayResponse,
+    ]
+    """Play carries the calls of any number of sessions over one stream: the same sessions, leases and rules as the
+    unary methods, at a fraction of their cost.
+
+    Replies come as they are ready, in any order, each with the `call_id` of its call; a call that fails is answered
+    with `error` and does not end the stream. A session does not belong to the stream: after a cut it goes on over another
+    one, or over unary calls. The stream needs no deadline; every call in it has one. At most 4096 calls may be
+    unanswered: the server reads on when one is answered.
+    """
+
+    Attach: grpc.aio.StreamStreamMultiCallable[
+        rollwire.v1.environment_pb2.AttachRequest,
+        rollwire.v1.environment_pb2.AttachResponse,
+    ]
+    """Attach lets an external process, the provider, serve environments from wherever it can dial out.
+
+    The provider sends `hello` first and is answered with `welcome`; then the server sends calls for the provider's
+    sessions and the provider answers them, in any order. Each session is opened by the provider under an id of its own
+    choice. A cut stream does not end sessions: a provider that attaches again with the same `provider_id` within the lease
+    goes on with those that it names, and gets the unanswered calls again, under the same `call_id`. The sessions of a
+    provider that stays away fail as ENVIRONMENT_FAILURE_KIND_LOST. The stream needs no deadline.
+    INVALID_ARGUMENT / `INVALID_FIELD`; ALREADY_EXISTS / `TAG_TAKEN` when a tag is hosted by the server itself;
+    FAILED_PRECONDITION / `DESCRIPTION_MISMATCH` when other providers describe a tag in another way;
+    ABORTED / `PROVIDER_REPLACED` for a stream whose `provider_id` has attached again; RESOURCE_EXHAUSTED /
+    `PROVIDERS_EXHAUSTED`.
+    """
 
 class EnvironmentServiceServicer(metaclass=abc.ABCMeta):
     """EnvironmentService hosts environments.
@@ -209,5 +269,39 @@ class EnvironmentServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rollwire.v1.environment_pb2.CloseSessionResponse, collections.abc.Awaitable[rollwire.v1.environment_pb2.CloseSessionResponse]]:
         """CloseSession ends a session and frees its resources. Idempotent: closing an unknown session answers OK."""
+
+    @abc.abstractmethod
+    def Play(
+        self,
+        request_iterator: _MaybeAsyncIterator[rollwire.v1.environment_pb2.PlayRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[rollwire.v1.environment_pb2.PlayResponse], collections.abc.AsyncIterator[rollwire.v1.environment_pb2.PlayResponse]]:
+        """Play carries the calls of any number of sessions over one stream: the same sessions, leases and rules as the
+        unary methods, at a fraction of their cost.
+
+        Replies come as they are ready, in any order, each with the `call_id` of its call; a call that fails is answered
+        with `error` and does not end the stream. A session does not belong to the stream: after a cut it goes on over another
+        one, or over unary calls. The stream needs no deadline; every call in it has one. At most 4096 calls may be
+        unanswered: the server reads on when one is answered.
+        """
+
+    @abc.abstractmethod
+    def Attach(
+        self,
+        request_iterator: _MaybeAsyncIterator[rollwire.v1.environment_pb2.AttachRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[rollwire.v1.environment_pb2.AttachResponse], collections.abc.AsyncIterator[rollwire.v1.environment_pb2.AttachResponse]]:
+        """Attach lets an external process, the provider, serve environments from wherever it can dial out.
+
+        The provider sends `hello` first and is answered with `welcome`; then the server sends calls for the provider's
+        sessions and the provider answers them, in any order. Each session is opened by the provider under an id of its own
+        choice. A cut stream does not end sessions: a provider that attaches again with the same `provider_id` within the lease
+        goes on with those that it names, and gets the unanswered calls again, under the same `call_id`. The sessions of a
+        provider that stays away fail as ENVIRONMENT_FAILURE_KIND_LOST. The stream needs no deadline.
+        INVALID_ARGUMENT / `INVALID_FIELD`; ALREADY_EXISTS / `TAG_TAKEN` when a tag is hosted by the server itself;
+        FAILED_PRECONDITION / `DESCRIPTION_MISMATCH` when other providers describe a tag in another way;
+        ABORTED / `PROVIDER_REPLACED` for a stream whose `provider_id` has attached again; RESOURCE_EXHAUSTED /
+        `PROVIDERS_EXHAUSTED`.
+        """
 
 def add_EnvironmentServiceServicer_to_server(servicer: EnvironmentServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

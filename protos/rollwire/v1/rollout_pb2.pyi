@@ -663,3 +663,284 @@ class WakeResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["active_version", b"active_version"]) -> None: ...
 
 global___WakeResponse = WakeResponse
+
+@typing.final
+class OpenPolicySessionRequest(google.protobuf.message.Message):
+    """OpenPolicySessionRequest opens the policy to an agent."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    KEY_DIGEST_FIELD_NUMBER: builtins.int
+    SAMPLING_FIELD_NUMBER: builtins.int
+    SAMPLING_SEED_FIELD_NUMBER: builtins.int
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: builtins.int
+    MAX_CALLS_FIELD_NUMBER: builtins.int
+    LEASE_FIELD_NUMBER: builtins.int
+    REQUIRED_VERSION_FIELD_NUMBER: builtins.int
+    GROUP_ID_FIELD_NUMBER: builtins.int
+    EPISODE_INDEX_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    ENVIRONMENT_TAG_FIELD_NUMBER: builtins.int
+    ENVIRONMENT_SEED_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    """Identifier, unique for ever, 1 to 64 printable ASCII characters."""
+    key_digest: builtins.bytes
+    """SHA-256 (32 bytes) of the bearer key that the agent will send."""
+    sampling_seed: builtins.int
+    """Seed of the sampling; call i uses a seed derived from it and i."""
+    max_sequence_tokens: builtins.int
+    """Most tokens of one call, prompt and response together; 0 means the engine's limit."""
+    max_calls: builtins.int
+    """Most calls of the session, 1 to 1024."""
+    group_id: builtins.str
+    """Copied into the record: group, position in it, attempt, tag and seed."""
+    episode_index: builtins.int
+    """See `Trajectory.episode_index`."""
+    attempt: builtins.int
+    """See `Trajectory.attempt`."""
+    environment_tag: builtins.str
+    """See `Trajectory.environment_tag`."""
+    environment_seed: builtins.int
+    """See `Trajectory.environment_seed`."""
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    @property
+    def sampling(self) -> rollwire.v1.trajectory_pb2.SamplingSettings:
+        """How tokens are drawn. `max_tokens` is the most of one call; a call may ask for less. A call that asks for another
+        temperature, top-p or top-k is refused.
+        """
+
+    @property
+    def lease(self) -> google.protobuf.duration_pb2.Duration:
+        """The session ends when no call came for so long; 1 s to 1 h; unset means 10 min."""
+
+    @property
+    def required_version(self) -> rollwire.v1.weights_pb2.WeightVersion:
+        """If set, the session is refused unless this version is active."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+        session_id: builtins.str = ...,
+        key_digest: builtins.bytes = ...,
+        sampling: rollwire.v1.trajectory_pb2.SamplingSettings | None = ...,
+        sampling_seed: builtins.int = ...,
+        max_sequence_tokens: builtins.int = ...,
+        max_calls: builtins.int = ...,
+        lease: google.protobuf.duration_pb2.Duration | None = ...,
+        required_version: rollwire.v1.weights_pb2.WeightVersion | None = ...,
+        group_id: builtins.str = ...,
+        episode_index: builtins.int = ...,
+        attempt: builtins.int = ...,
+        environment_tag: builtins.str = ...,
+        environment_seed: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence", "lease", b"lease", "required_version", b"required_version", "sampling", b"sampling"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "environment_seed", b"environment_seed", "environment_tag", b"environment_tag", "episode_index", b"episode_index", "fence", b"fence", "group_id", b"group_id", "key_digest", b"key_digest", "lease", b"lease", "max_calls", b"max_calls", "max_sequence_tokens", b"max_sequence_tokens", "required_version", b"required_version", "sampling", b"sampling", "sampling_seed", b"sampling_seed", "session_id", b"session_id"]) -> None: ...
+
+global___OpenPolicySessionRequest = OpenPolicySessionRequest
+
+@typing.final
+class OpenPolicySessionResponse(google.protobuf.message.Message):
+    """OpenPolicySessionResponse says where the agent finds the policy."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASE_URL_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    base_url: builtins.str
+    """Base URL for OpenAI's clients, such as `http://10.0.0.7:8000/v1`."""
+    model: builtins.str
+    """Name of the model for the agent's calls."""
+    def __init__(
+        self,
+        *,
+        base_url: builtins.str = ...,
+        model: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_url", b"base_url", "model", b"model"]) -> None: ...
+
+global___OpenPolicySessionResponse = OpenPolicySessionResponse
+
+@typing.final
+class ClosePolicySessionRequest(google.protobuf.message.Message):
+    """ClosePolicySessionRequest ends a session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class CallRewardsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class MetricsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    FENCE_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    REWARD_FIELD_NUMBER: builtins.int
+    CALL_REWARDS_FIELD_NUMBER: builtins.int
+    METRICS_FIELD_NUMBER: builtins.int
+    TRUNCATED_FIELD_NUMBER: builtins.int
+    DISCARD_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    """The session."""
+    reward: builtins.float
+    """Reward of the whole session, added to that of its last call. Finite."""
+    truncated: builtins.bool
+    """True if the episode was cut, false if it reached its end."""
+    discard: builtins.bool
+    """Throw the record away: the agent has failed."""
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Coordinator that asks."""
+
+    @property
+    def call_rewards(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Rewards of single calls by the `id` that the edge answered them with. Finite; unknown ids are refused."""
+
+    @property
+    def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """Metrics of the episode, as in `Trajectory.metrics`."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+        session_id: builtins.str = ...,
+        reward: builtins.float = ...,
+        call_rewards: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        truncated: builtins.bool = ...,
+        discard: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["call_rewards", b"call_rewards", "discard", b"discard", "fence", b"fence", "metrics", b"metrics", "reward", b"reward", "session_id", b"session_id", "truncated", b"truncated"]) -> None: ...
+
+global___ClosePolicySessionRequest = ClosePolicySessionRequest
+
+@typing.final
+class ClosePolicySessionResponse(google.protobuf.message.Message):
+    """ClosePolicySessionResponse is the record."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRAJECTORY_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
+    calls: builtins.int
+    """Number of calls that completed."""
+    @property
+    def trajectory(self) -> rollwire.v1.trajectory_pb2.Trajectory:
+        """The record: one turn per completed call, in the order of sequences; a call whose prompt extends an earlier call's
+        tokens exactly continues that sequence, any other starts a new one. Unset when discarded, or when no call completed.
+        """
+
+    def __init__(
+        self,
+        *,
+        trajectory: rollwire.v1.trajectory_pb2.Trajectory | None = ...,
+        calls: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "trajectory", b"trajectory"]) -> None: ...
+
+global___ClosePolicySessionResponse = ClosePolicySessionResponse
+
+@typing.final
+class ListPolicySessionsRequest(google.protobuf.message.Message):
+    """ListPolicySessionsRequest asks for the sessions of a run."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FENCE_FIELD_NUMBER: builtins.int
+    @property
+    def fence(self) -> rollwire.v1.trajectory_pb2.Fence:
+        """Run whose coordinator asks."""
+
+    def __init__(
+        self,
+        *,
+        fence: rollwire.v1.trajectory_pb2.Fence | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fence", b"fence"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fence", b"fence"]) -> None: ...
+
+global___ListPolicySessionsRequest = ListPolicySessionsRequest
+
+@typing.final
+class ListPolicySessionsResponse(google.protobuf.message.Message):
+    """ListPolicySessionsResponse lists sessions."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: builtins.int
+    @property
+    def sessions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PolicySession]:
+        """Open sessions of the run; those whose lease ended are gone."""
+
+    def __init__(
+        self,
+        *,
+        sessions: collections.abc.Iterable[global___PolicySession] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sessions", b"sessions"]) -> None: ...
+
+global___ListPolicySessionsResponse = ListPolicySessionsResponse
+
+@typing.final
+class PolicySession(google.protobuf.message.Message):
+    """PolicySession describes an open session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
+    IDLE_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    """Identifier."""
+    calls: builtins.int
+    """Calls completed."""
+    @property
+    def idle(self) -> google.protobuf.duration_pb2.Duration:
+        """Time since the last call began or ended; 0 while one runs."""
+
+    def __init__(
+        self,
+        *,
+        session_id: builtins.str = ...,
+        calls: builtins.int = ...,
+        idle: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["idle", b"idle"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "idle", b"idle", "session_id", b"session_id"]) -> None: ...
+
+global___PolicySession = PolicySession

@@ -84,6 +84,21 @@ class RolloutServiceStub(object):
                 request_serializer=rollwire_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
                 response_deserializer=rollwire_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
                 _registered_method=True)
+        self.OpenPolicySession = channel.unary_unary(
+                '/rollwire.v1.RolloutService/OpenPolicySession',
+                request_serializer=rollwire_dot_v1_dot_rollout__pb2.OpenPolicySessionRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_rollout__pb2.OpenPolicySessionResponse.FromString,
+                _registered_method=True)
+        self.ClosePolicySession = channel.unary_unary(
+                '/rollwire.v1.RolloutService/ClosePolicySession',
+                request_serializer=rollwire_dot_v1_dot_rollout__pb2.ClosePolicySessionRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_rollout__pb2.ClosePolicySessionResponse.FromString,
+                _registered_method=True)
+        self.ListPolicySessions = channel.unary_unary(
+                '/rollwire.v1.RolloutService/ListPolicySessions',
+                request_serializer=rollwire_dot_v1_dot_rollout__pb2.ListPolicySessionsRequest.SerializeToString,
+                response_deserializer=rollwire_dot_v1_dot_rollout__pb2.ListPolicySessionsResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServiceServicer(object):
@@ -185,6 +200,34 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenPolicySession(self, request, context):
+        """OpenPolicySession lets an agent that keeps its own loop call the policy through the server's HTTP edge, which speaks
+        OpenAI's chat-completions and completions protocol. Every call under the session's key is recorded.
+
+        Idempotent by `session_id`. FAILED_PRECONDITION / `AGENTS_DISABLED` when the server has no HTTP edge;
+        FAILED_PRECONDITION / `NO_WEIGHTS`, `WRONG_VERSION`; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay: a session
+        counts as one episode.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClosePolicySession(self, request, context):
+        """ClosePolicySession ends a session: its key stops working, calls in progress are aborted, and the record is returned.
+
+        Idempotent for ten minutes: a repeat returns the first answer. NOT_FOUND / `UNKNOWN_SESSION`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPolicySessions(self, request, context):
+        """ListPolicySessions tells how long the sessions of a run have been idle. Read-only.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -232,6 +275,21 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.Wake,
                     request_deserializer=rollwire_dot_v1_dot_rollout__pb2.WakeRequest.FromString,
                     response_serializer=rollwire_dot_v1_dot_rollout__pb2.WakeResponse.SerializeToString,
+            ),
+            'OpenPolicySession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenPolicySession,
+                    request_deserializer=rollwire_dot_v1_dot_rollout__pb2.OpenPolicySessionRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_rollout__pb2.OpenPolicySessionResponse.SerializeToString,
+            ),
+            'ClosePolicySession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClosePolicySession,
+                    request_deserializer=rollwire_dot_v1_dot_rollout__pb2.ClosePolicySessionRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_rollout__pb2.ClosePolicySessionResponse.SerializeToString,
+            ),
+            'ListPolicySessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPolicySessions,
+                    request_deserializer=rollwire_dot_v1_dot_rollout__pb2.ListPolicySessionsRequest.FromString,
+                    response_serializer=rollwire_dot_v1_dot_rollout__pb2.ListPolicySessionsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -482,6 +540,87 @@ class RolloutService(object):
             '/rollwire.v1.RolloutService/Wake',
             rollwire_dot_v1_dot_rollout__pb2.WakeRequest.SerializeToString,
             rollwire_dot_v1_dot_rollout__pb2.WakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenPolicySession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.RolloutService/OpenPolicySession',
+            rollwire_dot_v1_dot_rollout__pb2.OpenPolicySessionRequest.SerializeToString,
+            rollwire_dot_v1_dot_rollout__pb2.OpenPolicySessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClosePolicySession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.RolloutService/ClosePolicySession',
+            rollwire_dot_v1_dot_rollout__pb2.ClosePolicySessionRequest.SerializeToString,
+            rollwire_dot_v1_dot_rollout__pb2.ClosePolicySessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPolicySessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollwire.v1.RolloutService/ListPolicySessions',
+            rollwire_dot_v1_dot_rollout__pb2.ListPolicySessionsRequest.SerializeToString,
+            rollwire_dot_v1_dot_rollout__pb2.ListPolicySessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

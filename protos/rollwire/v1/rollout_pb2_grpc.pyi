@@ -115,6 +115,33 @@ class RolloutServiceStub:
     `DEVICE_MEMORY_EXHAUSTED` when the memory is not free: the server stays asleep.
     """
 
+    OpenPolicySession: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.OpenPolicySessionRequest,
+        rollwire.v1.rollout_pb2.OpenPolicySessionResponse,
+    ]
+    """OpenPolicySession lets an agent that keeps its own loop call the policy through the server's HTTP edge, which speaks
+    OpenAI's chat-completions and completions protocol. Every call under the session's key is recorded.
+
+    Idempotent by `session_id`. FAILED_PRECONDITION / `AGENTS_DISABLED` when the server has no HTTP edge;
+    FAILED_PRECONDITION / `NO_WEIGHTS`, `WRONG_VERSION`; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay: a session
+    counts as one episode.
+    """
+
+    ClosePolicySession: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.ClosePolicySessionRequest,
+        rollwire.v1.rollout_pb2.ClosePolicySessionResponse,
+    ]
+    """ClosePolicySession ends a session: its key stops working, calls in progress are aborted, and the record is returned.
+
+    Idempotent for ten minutes: a repeat returns the first answer. NOT_FOUND / `UNKNOWN_SESSION`.
+    """
+
+    ListPolicySessions: grpc.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.ListPolicySessionsRequest,
+        rollwire.v1.rollout_pb2.ListPolicySessionsResponse,
+    ]
+    """ListPolicySessions tells how long the sessions of a run have been idle. Read-only."""
+
 class RolloutServiceAsyncStub:
     """RolloutService samples from the policy.
 
@@ -211,6 +238,33 @@ class RolloutServiceAsyncStub:
     SLEEP_LEVEL_DISCARD nothing serves until an update. Idempotent; a server that is awake does nothing. RESOURCE_EXHAUSTED /
     `DEVICE_MEMORY_EXHAUSTED` when the memory is not free: the server stays asleep.
     """
+
+    OpenPolicySession: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.OpenPolicySessionRequest,
+        rollwire.v1.rollout_pb2.OpenPolicySessionResponse,
+    ]
+    """OpenPolicySession lets an agent that keeps its own loop call the policy through the server's HTTP edge, which speaks
+    OpenAI's chat-completions and completions protocol. Every call under the session's key is recorded.
+
+    Idempotent by `session_id`. FAILED_PRECONDITION / `AGENTS_DISABLED` when the server has no HTTP edge;
+    FAILED_PRECONDITION / `NO_WEIGHTS`, `WRONG_VERSION`; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay: a session
+    counts as one episode.
+    """
+
+    ClosePolicySession: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.ClosePolicySessionRequest,
+        rollwire.v1.rollout_pb2.ClosePolicySessionResponse,
+    ]
+    """ClosePolicySession ends a session: its key stops working, calls in progress are aborted, and the record is returned.
+
+    Idempotent for ten minutes: a repeat returns the first answer. NOT_FOUND / `UNKNOWN_SESSION`.
+    """
+
+    ListPolicySessions: grpc.aio.UnaryUnaryMultiCallable[
+        rollwire.v1.rollout_pb2.ListPolicySessionsRequest,
+        rollwire.v1.rollout_pb2.ListPolicySessionsResponse,
+    ]
+    """ListPolicySessions tells how long the sessions of a run have been idle. Read-only."""
 
 class RolloutServiceServicer(metaclass=abc.ABCMeta):
     """RolloutService samples from the policy.
@@ -326,5 +380,38 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         SLEEP_LEVEL_DISCARD nothing serves until an update. Idempotent; a server that is awake does nothing. RESOURCE_EXHAUSTED /
         `DEVICE_MEMORY_EXHAUSTED` when the memory is not free: the server stays asleep.
         """
+
+    @abc.abstractmethod
+    def OpenPolicySession(
+        self,
+        request: rollwire.v1.rollout_pb2.OpenPolicySessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.rollout_pb2.OpenPolicySessionResponse, collections.abc.Awaitable[rollwire.v1.rollout_pb2.OpenPolicySessionResponse]]:
+        """OpenPolicySession lets an agent that keeps its own loop call the policy through the server's HTTP edge, which speaks
+        OpenAI's chat-completions and completions protocol. Every call under the session's key is recorded.
+
+        Idempotent by `session_id`. FAILED_PRECONDITION / `AGENTS_DISABLED` when the server has no HTTP edge;
+        FAILED_PRECONDITION / `NO_WEIGHTS`, `WRONG_VERSION`; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay: a session
+        counts as one episode.
+        """
+
+    @abc.abstractmethod
+    def ClosePolicySession(
+        self,
+        request: rollwire.v1.rollout_pb2.ClosePolicySessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.rollout_pb2.ClosePolicySessionResponse, collections.abc.Awaitable[rollwire.v1.rollout_pb2.ClosePolicySessionResponse]]:
+        """ClosePolicySession ends a session: its key stops working, calls in progress are aborted, and the record is returned.
+
+        Idempotent for ten minutes: a repeat returns the first answer. NOT_FOUND / `UNKNOWN_SESSION`.
+        """
+
+    @abc.abstractmethod
+    def ListPolicySessions(
+        self,
+        request: rollwire.v1.rollout_pb2.ListPolicySessionsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[rollwire.v1.rollout_pb2.ListPolicySessionsResponse, collections.abc.Awaitable[rollwire.v1.rollout_pb2.ListPolicySessionsResponse]]:
+        """ListPolicySessions tells how long the sessions of a run have been idle. Read-only."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -16,6 +16,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
+from rollwire.rpc.deadlines import WITHOUT_DEADLINE
 from rollwire.rpc.errors import Reason, RollwireError, to_status
 from rollwire.rpc.ids import new_id
 from rollwire.serving.logs import get_logger
@@ -57,7 +58,7 @@ class CallGate:
     def _unary(self, method: str, call: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
         async def wrapped(request: Any, context: Context) -> Any:
             try:
-                self._admit(context)
+                self._admit(method, context)
                 return await call(read(request), context)
             except Exception as error:
                 await _abort(method, error, context)
@@ -67,7 +68,7 @@ class CallGate:
     def _streaming(self, method: str, call: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
         async def wrapped(request: Any, context: Context) -> AsyncIterator[Any]:
             try:
-                self._admit(context)
+                self._admit(method, context)
                 async for response in call(read(request), context):
                     yield response
             except Exception as error:
@@ -75,12 +76,12 @@ class CallGate:
 
         return wrapped
 
-    def _admit(self, context: Context) -> None:
+    def _admit(self, method: str, context: Context) -> None:
         if self.draining:
             raise RollwireError(
                 grpc.StatusCode.UNAVAILABLE, Reason.DRAINING, "the server is shutting down; try another one"
             )
-        if context.time_remaining() is None:
+        if context.time_remaining() is None and method not in WITHOUT_DEADLINE:
             raise RollwireError(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 Reason.DEADLINE_REQUIRED,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from rollwire.rpc.deadlines import DEADLINES_S
+from rollwire.rpc.deadlines import DEADLINES_S, WITHOUT_DEADLINE
 from rollwire.rpc.errors import Reason
 from rollwire.rpc.limits import KEEPALIVE_MIN_INTERVAL_S, KEEPALIVE_TIME_S, RETRYABLE_METHODS
 from rollwire.v1 import coordinator_pb2, environment_pb2, learner_pb2, rollout_pb2, weights_pb2
@@ -20,7 +20,13 @@ METHODS = {
 
 
 def test_every_method_has_a_deadline() -> None:
-    assert set(DEADLINES_S) == set(METHODS)
+    assert set(DEADLINES_S) | WITHOUT_DEADLINE == set(METHODS)
+    assert not set(DEADLINES_S) & WITHOUT_DEADLINE
+
+
+def test_only_streams_in_both_directions_live_without_deadline() -> None:
+    for name in WITHOUT_DEADLINE:
+        assert METHODS[name].client_streaming and METHODS[name].server_streaming
 
 
 def test_only_known_methods_without_client_stream_are_retried() -> None:
