@@ -96,6 +96,10 @@ def test_a_killed_coordinator(uninterrupted: Run, tmp_path: Path) -> None:
     again = rollwire("launch", "--resume", run.path)
     assert again.returncode == 1
     assert "made all of its 4 steps; give a larger run.max_steps" in again.stderr
+    status = rollwire("status", run.path)
+    assert status.returncode == 0 and "finished, 4 steps committed" in status.stdout
+    for directory in (run.path / "checkpoints").iterdir():
+        assert str(directory) in status.stdout
 
 
 def test_a_killed_learner(uninterrupted: Run, tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ class Interrupts:
     """Cancels a task at the first SIGINT or SIGTERM and ends the process at the second.
 
     Args:
-        on_first: Tells people that the run is being ended.
+        on_first: Tells people that the run is being ended, by which signal.
         on_second: Runs right before the process ends; must not wait.
 
     Attributes:
         received: The first signal that arrived; None while none did.
     """
 
-    def __init__(self, on_first: Callable[[], None], on_second: Callable[[], None]) -> None:
+    def __init__(self, on_first: Callable[[signal.Signals], None], on_second: Callable[[], None]) -> None:
         self.received: signal.Signals | None = None
         self._on_first = on_first
         self._on_second = on_second
@@ -37,5 +37,5 @@ class Interrupts:
             self._on_second()
             os._exit(EXIT_STATUS[number])
         self.received = number
-        self._on_first()
+        self._on_first(number)
         task.cancel()

@@ -12,7 +12,7 @@ from rollwire.cli.arguments import split_arguments
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.run_dir import RunDir, open_run_dir
 from rollwire.serving.config import RunConfig, load_config
-from rollwire.serving.config.resumable import resumed_config
+from rollwire.serving.config.resumable import fixed_schedule, resumed_config
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def find_resumed(path: Path, arguments: Sequence[str] | None) -> ResumedRun:
     before = load_config(stored.run_dir.config_file)
     found = resumed_config(before, load_config(file or stored.run_dir.config_file, overrides))
     if stored.state == "finished" and found.config.run.max_steps == before.run.max_steps:
-        raise RunError(
-            f"the run in {path} made all of its {before.run.max_steps} steps; give a larger run.max_steps=… to go on, "
-            "or start a new run"
-        )
+        made = f"the run in {path} made all of its {before.run.max_steps} steps"
+        if (schedule := fixed_schedule(before)) is not None:
+            raise RunError(f"{made}, for which {schedule} is laid out; start a new run from what it exported")
+        raise RunError(f"{made}; give a larger run.max_steps=… to go on, or start a new run")
     try:
         os.chdir(stored.working_dir)
     except OSError as error:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
 from google.protobuf import json_format
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rollwire.client.coordinator import CoordinatorClient
 from rollwire.coordinator.errors import RunError
@@ -19,10 +20,21 @@ from rollwire.coordinator.ledger import FILE_NAME
 from rollwire.coordinator.peers import kind_name
 from rollwire.coordinator.run_dir import ADDRESS_FILE
 from rollwire.rpc.errors import RollwireError
+from rollwire.rpc.limits import MIB
 from rollwire.rpc.versions import version_text
 from rollwire.v1 import coordinator_pb2
 
 SHOWN_METRICS = ("critic/score/mean", "val/score/mean", "system/samples", "system/tps", "time/step_total")
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that a run can go on from."""
+
+    name: str
+    steps: int
+    path: str
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class EndedRun:
     run_id: str
     state: str
     steps: int
+    checkpoints: list[SavedCheckpoint]
 
 
 def status_command(target: str, *, as_json: bool) -> None:
@@ -42,8 +55,10 @@ def status_command(target: str, *, as_json: bool) -> None:
         ended = read_ended_run(Path(target))
         if ended is None:
             raise
-        text = f"{ended.run_id}: {ended.state}, {ended.steps} steps committed; its coordinator does not run"
-        print(json.dumps(ended.__dict__) if as_json else text)
+        if as_json:
+            print(json.dumps(asdict(ended)))
+        else:
+            _print_ended(ended)
         return
     if as_json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))
@@ -75,11 +90,13 @@ def read_ended_run(directory: Path) -> EndedRun | None:
         try:
             run_id, state = connection.execute("SELECT run_id, state FROM run").fetchone()
             (steps,) = connection.execute("SELECT COUNT(*) FROM steps WHERE state = 'committed'").fetchone()
+            saved = connection.execute("SELECT name, step, path, bytes FROM checkpoints ORDER BY step").fetchall()
         finally:
             connection.close()
     except sqlite3.Error:
         return None
-    return EndedRun(run_id, "interrupted" if state in ("starting", "running") else state, steps)
+    state = "interrupted" if state in ("starting", "running") else state
+    return EndedRun(run_id, state, steps, [SavedCheckpoint(*row) for row in saved])
 
 
 async def _get_status(address: str) -> coordinator_pb2.GetStatusResponse:
@@ -113,6 +130,18 @@ def _unreachable(address: str, error: RollwireError) -> RunError:
 
 def _state_text(state: coordinator_pb2.RunState.ValueType) -> str:
     return coordinator_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
+
+
+def _print_ended(run: EndedRun) -> None:
+    """Prints how a run ended and the checkpoints that its ledger knows."""
+    console = Console()
+    console.print(f"{run.run_id}: {run.state}, {run.steps} steps committed", soft_wrap=True)
+    if run.checkpoints:
+        table = Table("checkpoint after", "MiB", "directory", box=None, pad_edge=False)
+        for checkpoint in run.checkpoints:
+            mib = f"{checkpoint.bytes / MIB:,.1f}"
+            table.add_row(f"{checkpoint.steps} steps", mib, Text(checkpoint.path, no_wrap=True, overflow="ignore"))
+        console.print(table, soft_wrap=True)
 
 
 def _print(status: coordinator_pb2.GetStatusResponse) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Coroutine, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from rollwire.cli.progress import Progress
 from rollwire.cli.resume import ResumedRun, find_resumed, how_to_resume
 from rollwire.cli.summary import print_summary
 from rollwire.coordinator.errors import ResumeError, RunError
-from rollwire.coordinator.launcher import LocalLauncher
+from rollwire.coordinator.launcher import KINDS, LocalLauncher
 from rollwire.coordinator.peers import check_addresses
 from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
 from rollwire.coordinator.run_dir import RunDir, create_run_dir, sole_coordinator, write_config
@@ -29,6 +30,10 @@ from rollwire.serving.server import ServeError
 from rollwire.v1 import coordinator_pb2
 
 DEATH_DELAY_S: Final = 0.5
+_AT_ONCE: Final = {
+    signal.SIGINT: "press Ctrl-C again to end it at once",
+    signal.SIGTERM: "a second SIGTERM ends it at once",
+}
 
 
 def launch_command(arguments: Sequence[str] | None, *, dry_run: bool, resume: Path | None = None) -> None:
@@ -49,13 +54,13 @@ def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool, re
         resumed = None
         config = load_config(*split_run_arguments(arguments))
     console = Console()
-    if dry_run:
-        print_dry_run(console, config, launch=launch)
-        return
     # Found here, such mistakes cost no start of four processes and leave no run directory.
     if launch:
         model_source(config.model)
-    else:
+    if dry_run:
+        print_dry_run(console, config, launch=launch)
+        return
+    if not launch:
         check_addresses(config.services)
     run_dir = resumed.run_dir if resumed is not None else create_run_dir(config, datetime.now().astimezone())
     console.print(f"run directory  {run_dir.path}", markup=False, highlight=False, soft_wrap=True)
@@ -69,8 +74,10 @@ def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, 
     """Runs to the end and prints the summary."""
     launcher = LocalLauncher(config, run_dir) if launch else None
     progress = Progress(console, config.run.name, config.run.max_steps)
+    if launcher is not None:
+        console.print(f"starting       {', '.join(KINDS)}: one process each, logs in {run_dir.log_dir.name}/")
     interrupts = Interrupts(
-        on_first=lambda: progress.on_notice("ending the run; press Ctrl-C again to end it at once"),
+        on_first=lambda number: progress.on_notice(f"ending the run; {_AT_ONCE[number]}"),
         on_second=lambda: _give_up(console, launcher),
     )
     order = ResumeOrder(resumed.exact) if resumed is not None else None
@@ -92,7 +99,10 @@ def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, 
     if summary is None:
         assert interrupts.received is not None
         console.print(f"ended by {interrupts.received.name} after {progress.status.step} steps")
-        console.print(how_to_resume(run_dir, launch=launch), markup=False, highlight=False, soft_wrap=True)
+        if progress.status.began:
+            console.print(how_to_resume(run_dir, launch=launch), markup=False, highlight=False, soft_wrap=True)
+        elif resumed is None:
+            run_dir.remove()
         raise SystemExit(EXIT_STATUS[interrupts.received])
     print_summary(console, summary, run_dir)
     if summary.stop_cause is not None:

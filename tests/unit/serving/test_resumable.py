@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollwire.serving.config import ConfigError, RunConfig, load_config
-from rollwire.serving.config.resumable import HARMLESS, ROUNDING, resumed_config
+from rollwire.serving.config.resumable import HARMLESS, ROUNDING, fixed_schedule, resumed_config
 
 
 def compare(*overrides: str, started: tuple[str, ...] = ()) -> bool:
@@ -47,6 +47,10 @@ def test_everything_else_is_kept_and_named() -> None:
 
 
 def test_a_schedule_is_laid_out_for_its_run() -> None:
+    assert fixed_schedule(load_config(None, [])) is None
+    assert fixed_schedule(load_config(None, ["learner.optimizer.schedule=cosine"])) == (
+        "learner.optimizer.schedule=cosine"
+    )
     linear = ("learner.optimizer.schedule=linear",)
     with pytest.raises(ConfigError, match=r"run\.max_steps is 500, but .* learner\.optimizer\.schedule=linear is laid"):
         compare("run.max_steps=500", started=linear)

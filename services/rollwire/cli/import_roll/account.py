@@ -14,13 +14,14 @@ class Fate(enum.Enum):
 
     MAPPED = "mapped as they are"
     CHANGED = "mapped with a change"
+    UNKNOWN = "unknown: no key of ROLL's agentic pipeline"
     IGNORED = "ignored: Rollwire has no use for it"
     DEAD = "dead in ROLL too: nothing there reads it"
     UNSUPPORTED = "unsupported: Rollwire does not do this yet"
     UNSTATED = "not in the file: a default of ROLL that was replaced"
 
 
-REPORTED = (Fate.CHANGED, Fate.IGNORED, Fate.DEAD, Fate.UNSUPPORTED, Fate.UNSTATED)
+REPORTED = (Fate.UNKNOWN, Fate.CHANGED, Fate.IGNORED, Fate.DEAD, Fate.UNSUPPORTED, Fate.UNSTATED)
 """Fates that people are told about, in this order."""
 
 

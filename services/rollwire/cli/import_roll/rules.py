@@ -180,4 +180,4 @@ def apply_rules(conversion: Conversion) -> None:
         elif conversion.tree.is_referenced(path):
             conversion.used(path)  # a variable; the keys that read it are accounted for
         elif leaf.own:
-            conversion.mark(path, Fate.IGNORED, "unknown: ROLL's agentic pipeline is not known to read it either")
+            conversion.mark(path, Fate.UNKNOWN, "is it misspelt? ROLL's loader takes such keys without a word")

@@ -84,18 +84,24 @@ def resumed_config(stored: RunConfig, wanted: RunConfig) -> ResumedConfig:
 
 
 def _check_schedules(stored: RunConfig, wanted: RunConfig) -> None:
-    if stored.run.max_steps == wanted.run.max_steps:
-        return
+    schedule = fixed_schedule(stored)
+    if stored.run.max_steps != wanted.run.max_steps and schedule is not None:
+        raise ConfigError(
+            f"run.max_steps is {wanted.run.max_steps}, but the run was started with {stored.run.max_steps}, which "
+            f"{schedule} is laid out for; a resumed run keeps it"
+        )
+
+
+def fixed_schedule(config: RunConfig) -> str | None:
+    """Returns the setting of a learning-rate schedule that fixes the length of the run; None if there is none."""
     for name, section in (
-        ("optimizer", stored.learner.optimizer),
-        ("critic.optimizer", stored.learner.critic.optimizer),
+        ("optimizer", config.learner.optimizer),
+        ("critic.optimizer", config.learner.critic.optimizer),
     ):
-        used = name == "optimizer" or stored.needs_critic
+        used = name == "optimizer" or config.needs_critic
         if used and section.schedule != "constant":
-            raise ConfigError(
-                f"run.max_steps is {wanted.run.max_steps}, but the run was started with {stored.run.max_steps}, which "
-                f"the schedule learner.{name}.schedule={section.schedule} is laid out for; a resumed run keeps it"
-            )
+            return f"learner.{name}.schedule={section.schedule}"
+    return None
 
 
 def _in(key: str, known: tuple[str, ...]) -> bool:

@@ -255,7 +255,7 @@ def test_one_key_at_a_time(tmp_path: Path, changes: dict[str, Any], key: str, va
             "Mapped with a change",
         ),
         ({"reward": {"model_args": {"dtype": "bf16"}}}, "reward.model_args.dtype", "Unsupported"),
-        ({"sequence_lenght": 4096}, "sequence_lenght", "Ignored"),
+        ({"sequence_lenght": 4096}, "sequence_lenght", "Unknown"),
     ],
 )
 def test_what_is_different_is_told(tmp_path: Path, changes: dict[str, Any], key: str, heading: str) -> None:
