@@ -18,11 +18,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
-from rollwire.environment.options import OptionError
-from rollwire.environment.png import encode_png
-from rollwire.environment.protocol import Environment
-from rollwire.environment.registry import RegisteredEnvironment
-from rollwire.environment.results import (
+from rollwire.client.results import (
     MAX_METRICS,
     InvalidResultError,
     aggregations,
@@ -32,7 +28,11 @@ from rollwire.environment.results import (
     step_response,
     text_drawing,
 )
-from rollwire.environment.threads import ThreadsHungError, WorkerThreads, WorkTimeoutError
+from rollwire.client.threads import ThreadsHungError, WorkerThreads, WorkTimeoutError
+from rollwire.environment.options import OptionError
+from rollwire.environment.png import encode_png
+from rollwire.environment.protocol import Environment
+from rollwire.environment.registry import RegisteredEnvironment
 from rollwire.rpc.errors import Reason, RollwireError, invalid_field, precondition
 from rollwire.rpc.limits import MAX_CHUNK_BYTES
 from rollwire.serving.logs import get_logger

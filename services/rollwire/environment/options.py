@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, get_type_hints
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+from rollwire.client.options import constructor_parameters, integral, json_values
 
 
 class OptionError(Exception):
@@ -46,7 +46,7 @@ class OptionSchema:
         self._types: dict[str, TypeAdapter[Any]] = {}
         self._defaults: dict[str, Any] = {}
         self.required: list[str] = []
-        for parameter, annotation in _parameters(factory):
+        for parameter, annotation in constructor_parameters(factory):
             self._types[parameter.name] = _adapter(annotation)
             if parameter.default is inspect.Parameter.empty:
                 self.required.append(parameter.name)
@@ -80,18 +80,14 @@ class OptionSchema:
     def defaults(self, configured: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the effective defaults of the options that a request may set, as far as JSON can show them."""
         effective = {**self._defaults, **configured}
-        return {
-            name: plain
-            for name in self.requestable
-            if name in effective and (plain := _as_json(effective[name])) is not _NOT_JSON
-        }
+        return json_values({name: effective[name] for name in self.requestable if name in effective})
 
     def _checked(self, name: str, value: object, allowed: list[str]) -> Any:
         if name not in allowed:
             raise OptionError(name, value, self._advice(name, allowed))
         try:
             # JSON's own types, strictly: no "4" for 4, no 1 for true, but lists for tuples.
-            return self._types[name].validate_json(json.dumps(_integral(value)), strict=True)
+            return self._types[name].validate_json(json.dumps(integral(value)), strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             inside = "".join(f"[{part!r}]" for part in first["loc"])
@@ -110,26 +106,6 @@ class OptionSchema:
         return f"only the options {', '.join(sorted(allowed))}{hint}"
 
 
-def _parameters(factory: Callable[..., object]) -> Iterator[tuple[inspect.Parameter, Any]]:
-    """Yields the named parameters and their types, following `**kwargs` up the base classes."""
-    seen: set[str] = set()
-    functions: list[Any] = [factory]
-    if inspect.isclass(factory):
-        functions = [vars(base)["__init__"] for base in factory.__mro__[:-1] if "__init__" in vars(base)]
-    for function in functions:
-        try:
-            hints = get_type_hints(function)
-        except Exception:  # names that exist only for the type checker
-            hints = {}
-        parameters = list(inspect.signature(function).parameters.values())
-        for parameter in parameters[1:] if inspect.isclass(factory) else parameters:
-            if parameter.kind in _NAMED and parameter.name not in seen:
-                seen.add(parameter.name)
-                yield parameter, hints.get(parameter.name, Any)
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-            return
-
-
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
     for config in (ConfigDict(arbitrary_types_allowed=True), None):
         try:
@@ -137,24 +113,3 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
         except PydanticUserError:  # a model brings its own configuration
             continue
     return TypeAdapter(Any)
-
-
-def _integral(value: object) -> object:
-    """Turns 4.0 into 4 at any depth: protobuf's Struct knows only floating-point numbers."""
-    if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53:
-        return int(value)
-    if isinstance(value, Mapping):
-        return {key: _integral(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_integral(inner) for inner in value]
-    return value
-
-
-_NOT_JSON = object()
-
-
-def _as_json(value: object) -> Any:
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError):
-        return _NOT_JSON

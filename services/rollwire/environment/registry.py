@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from google.protobuf import json_format, struct_pb2
-
+from rollwire.client.description import describe
+from rollwire.client.results import InvalidResultError
 from rollwire.environment.frozen_lake import FrozenLake, FrozenLakeThink
 from rollwire.environment.options import OptionError, OptionSchema
 from rollwire.environment.protocol import Environment
-from rollwire.environment.results import InvalidResultError, aggregations, turn_limit
 from rollwire.rpc.errors import Reason, RollwireError, not_found
 from rollwire.rpc.ids import TAG_PATTERN, is_tag
 from rollwire.serving.config.sections import EnvironmentDefinition, EnvironmentSection
@@ -107,7 +105,7 @@ def _register(tag: str, definition: EnvironmentDefinition) -> RegisteredEnvironm
         raise ServeError(f"{where}.options.{error.name} is {error.value!r:.100}; allowed: {error.allowed}") from error
     try:
         sample = factory(**options)
-        description = _describe(tag, factory, sample, schema.defaults(options))
+        description = describe(tag, factory, sample, getattr(sample, "max_turns", None), schema.defaults(options))
     except InvalidResultError as error:
         raise ServeError(f"{where}: {definition.type} breaks the rules of an environment: {error}") from error
     except Exception as error:
@@ -153,26 +151,6 @@ def _import(module_name: str, attribute: str, type_name: str, where: str) -> Any
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ServeError(f"{where}.type is {type_name!r}, but module {module_name!r} has no {attribute!r}{hint}")
     return getattr(module, attribute)
-
-
-def _describe(
-    tag: str, factory: Callable[..., Environment], sample: Environment, defaults: Mapping[str, Any]
-) -> pb.EnvironmentDescription:
-    for method in ("reset", "step"):
-        if not callable(getattr(sample, method, None)):
-            raise InvalidResultError(f"it has no method {method}; see docs/environments.md")
-    if not hasattr(sample, "max_turns"):
-        raise InvalidResultError("it has no attribute max_turns; see docs/environments.md")
-    formats = [("render_text", pb.RENDER_FORMAT_TEXT), ("render_rgb", pb.RENDER_FORMAT_PNG)]
-    summary = (inspect.getdoc(factory) or "").strip().splitlines()
-    return pb.EnvironmentDescription(
-        tag=tag,
-        summary=summary[0] if summary else "",
-        max_turns=turn_limit(sample.max_turns),
-        default_options=json_format.ParseDict(dict(defaults), struct_pb2.Struct()),
-        render_formats=[value for method, value in formats if callable(getattr(sample, method, None))],
-        metric_aggregation=aggregations(getattr(sample, "metrics_agg_mode", {})),
-    )
 
 
 def _one_line(error: Exception) -> str:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollwire.environment.results import (
+from rollwire.client.results import (
     MAX_METRICS,
     MAX_TEXT_BYTES,
     InvalidResultError,

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from rollwire.environment.threads import ThreadsHungError, WorkerThreads, WorkTimeoutError
+from rollwire.client.threads import ThreadsHungError, WorkerThreads, WorkTimeoutError
 
 LONG_S = 30.0
 color: ContextVar[str] = ContextVar("color", default="none")
