@@ -130,6 +130,22 @@ async def test_torchrun_starts_the_ranks(start: Callable[..., Learner], tmp_path
     learner.processes[0].wait(60)
 
 
+async def test_ranks_sleep_and_wake_together(start: Callable[..., Learner], tmp_path: Path) -> None:
+    learner = start(command(*_serve(tmp_path, "learner.world_size=2", "learner.sharding=zero3")))
+    await _train(learner.address(), _samples(2, 20))
+    sleep, wake = learner_pb2.LearnerServiceSleepRequest(), learner_pb2.LearnerServiceWakeRequest()
+    for request in (sleep, wake):
+        request.fence.run_id, request.fence.epoch = "test", 1
+    async with LearnerClient(learner.address()) as client:
+        await client.sleep(sleep)
+        with pytest.raises(RollwireError) as raised:
+            await _train(learner.address(), _samples(2, 20))
+        assert raised.value.reason == "ASLEEP"
+        await client.wake(wake)
+        assert not (await client.get_info()).asleep
+    assert (await _train(learner.address(), _samples(2, 20))).version.step == 2
+
+
 async def test_a_killed_rank_ends_the_step_and_the_learner(start: Callable[..., Learner], tmp_path: Path) -> None:
     learner = start(command(*_serve(tmp_path, "learner.world_size=2")))
     step = asyncio.create_task(_train(learner.address(), _samples(2000, 60)))

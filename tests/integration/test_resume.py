@@ -102,6 +102,17 @@ def test_a_killed_coordinator(uninterrupted: Run, tmp_path: Path) -> None:
         assert str(directory) in status.stdout
 
 
+def test_a_killed_colocated_run(uninterrupted: Run, tmp_path: Path) -> None:
+    """Killed at any point of taking turns, it goes on; the servers are new, and awake."""
+    process = start(tmp_path, "placement=colocated", "run.checkpoint_every_steps=1")
+    wait_for_step(process, 2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    run = resumed(tmp_path)
+    assert_equal(run, uninterrupted)
+    assert "asleep" in (run.path / "logs" / "learner.log").read_text()
+
+
 def test_a_killed_learner(uninterrupted: Run, tmp_path: Path) -> None:
     process = start(tmp_path, "run.checkpoint_every_steps=1")
     wait_for_step(process, 2)
