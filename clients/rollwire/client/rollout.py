@@ -78,3 +78,24 @@ class RolloutClient(ServiceClient):
         """Takes the device's memory again."""
         answer = await self._unary("Wake", self._stub.Wake, request, timeout_s)
         return cast(rollout_pb2.WakeResponse, answer)
+
+    async def open_policy_session(
+        self, request: rollout_pb2.OpenPolicySessionRequest, *, timeout_s: float | None = None
+    ) -> rollout_pb2.OpenPolicySessionResponse:
+        """Lets an agent call the policy through the server's HTTP edge."""
+        answer = await self._unary("OpenPolicySession", self._stub.OpenPolicySession, request, timeout_s)
+        return cast(rollout_pb2.OpenPolicySessionResponse, answer)
+
+    async def close_policy_session(
+        self, request: rollout_pb2.ClosePolicySessionRequest, *, timeout_s: float | None = None
+    ) -> rollout_pb2.ClosePolicySessionResponse:
+        """Ends an agent's session and returns what was recorded."""
+        answer = await self._unary("ClosePolicySession", self._stub.ClosePolicySession, request, timeout_s)
+        return cast(rollout_pb2.ClosePolicySessionResponse, answer)
+
+    async def list_policy_sessions(
+        self, request: rollout_pb2.ListPolicySessionsRequest, *, timeout_s: float | None = None
+    ) -> rollout_pb2.ListPolicySessionsResponse:
+        """Returns the open sessions of a run and how long each has been idle."""
+        answer = await self._unary("ListPolicySessions", self._stub.ListPolicySessions, request, timeout_s)
+        return cast(rollout_pb2.ListPolicySessionsResponse, answer)

@@ -55,9 +55,21 @@ RETRYABLE_METHODS: Final = {
         "Render",
         "CloseSession",
     ),
-    "rollwire.v1.RolloutService": ("GetInfo", "UpdateWeights"),
+    "rollwire.v1.RolloutService": (
+        "GetInfo",
+        "UpdateWeights",
+        "OpenPolicySession",
+        "ClosePolicySession",
+        "ListPolicySessions",
+    ),
     "rollwire.v1.LearnerService": ("GetInfo", "Export"),
-    "rollwire.v1.CoordinatorService": ("GetStatus", "Stop"),
+    "rollwire.v1.CoordinatorService": (
+        "GetStatus",
+        "Stop",
+        "OpenAgentSession",
+        "CloseAgentSession",
+        "GetSubmissionTerms",
+    ),
 }
 
 

@@ -635,7 +635,9 @@ class SubmitTrajectoriesRequest(google.protobuf.message.Message):
     TRAJECTORY_FIELD_NUMBER: builtins.int
     @property
     def trajectory(self) -> rollwire.v1.trajectory_pb2.Trajectory:
-        """`group_id` is chosen by the pusher, unique for ever; at most 4 MiB."""
+        """At most 4 MiB. `trajectory_id`, 1 to 128 printable ASCII characters, and `group_id`, `[a-z0-9][a-z0-9_.-]{0,62}`, are
+        chosen by the pusher, unique for ever; `environment_seed` is below 2^63.
+        """
 
     def __init__(
         self,

@@ -105,9 +105,9 @@ class CoordinatorServiceServicer(object):
     def CloseAgentSession(self, request, context):
         """CloseAgentSession ends a session with its reward, or as failed.
 
-        Idempotent: a repeat returns the first answer while the run lives. Answered once the trajectory is durable, or its
-        failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has ended; FAILED_PRECONDITION /
-        `NO_CALLS` when a reward is given but no call completed.
+        Idempotent: a repeat returns the first answer while the coordinator lives, for the last 65,536 sessions. Answered once
+        the trajectory is durable, or its failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has
+        ended; FAILED_PRECONDITION / `NO_CALLS` when a reward is given but no call completed, which ends the session as failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

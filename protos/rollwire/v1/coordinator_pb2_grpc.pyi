@@ -55,9 +55,9 @@ class CoordinatorServiceStub:
     ]
     """CloseAgentSession ends a session with its reward, or as failed.
 
-    Idempotent: a repeat returns the first answer while the run lives. Answered once the trajectory is durable, or its
-    failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has ended; FAILED_PRECONDITION /
-    `NO_CALLS` when a reward is given but no call completed.
+    Idempotent: a repeat returns the first answer while the coordinator lives, for the last 65,536 sessions. Answered once
+    the trajectory is durable, or its failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has
+    ended; FAILED_PRECONDITION / `NO_CALLS` when a reward is given but no call completed, which ends the session as failed.
     """
 
     GetSubmissionTerms: grpc.UnaryUnaryMultiCallable[
@@ -118,9 +118,9 @@ class CoordinatorServiceAsyncStub:
     ]
     """CloseAgentSession ends a session with its reward, or as failed.
 
-    Idempotent: a repeat returns the first answer while the run lives. Answered once the trajectory is durable, or its
-    failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has ended; FAILED_PRECONDITION /
-    `NO_CALLS` when a reward is given but no call completed.
+    Idempotent: a repeat returns the first answer while the coordinator lives, for the last 65,536 sessions. Answered once
+    the trajectory is durable, or its failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has
+    ended; FAILED_PRECONDITION / `NO_CALLS` when a reward is given but no call completed, which ends the session as failed.
     """
 
     GetSubmissionTerms: grpc.aio.UnaryUnaryMultiCallable[
@@ -189,9 +189,9 @@ class CoordinatorServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[rollwire.v1.coordinator_pb2.CloseAgentSessionResponse, collections.abc.Awaitable[rollwire.v1.coordinator_pb2.CloseAgentSessionResponse]]:
         """CloseAgentSession ends a session with its reward, or as failed.
 
-        Idempotent: a repeat returns the first answer while the run lives. Answered once the trajectory is durable, or its
-        failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has ended; FAILED_PRECONDITION /
-        `NO_CALLS` when a reward is given but no call completed.
+        Idempotent: a repeat returns the first answer while the coordinator lives, for the last 65,536 sessions. Answered once
+        the trajectory is durable, or its failure is counted. NOT_FOUND / `UNKNOWN_SESSION` when there is none, or its lease has
+        ended; FAILED_PRECONDITION / `NO_CALLS` when a reward is given but no call completed, which ends the session as failed.
         """
 
     @abc.abstractmethod

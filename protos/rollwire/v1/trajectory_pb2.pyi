@@ -131,6 +131,10 @@ class _FailureReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     """The episode exceeded its wall-clock limit or the group its deadline."""
     FAILURE_REASON_ROLLOUT_LOST: _FailureReason.ValueType  # 9
     """The rollout server that played the episode was lost before it reported."""
+    FAILURE_REASON_AGENT_FAILED: _FailureReason.ValueType  # 10
+    """The agent that played the episode closed it as failed, or without a call."""
+    FAILURE_REASON_AGENT_LOST: _FailureReason.ValueType  # 11
+    """The agent did not close its session before the lease ended."""
 
 class FailureReason(_FailureReason, metaclass=_FailureReasonEnumTypeWrapper):
     """FailureReason says why an episode has no result. A failure never becomes a reward."""
@@ -155,6 +159,10 @@ FAILURE_REASON_DEADLINE_EXCEEDED: FailureReason.ValueType  # 8
 """The episode exceeded its wall-clock limit or the group its deadline."""
 FAILURE_REASON_ROLLOUT_LOST: FailureReason.ValueType  # 9
 """The rollout server that played the episode was lost before it reported."""
+FAILURE_REASON_AGENT_FAILED: FailureReason.ValueType  # 10
+"""The agent that played the episode closed it as failed, or without a call."""
+FAILURE_REASON_AGENT_LOST: FailureReason.ValueType  # 11
+"""The agent did not close its session before the lease ended."""
 global___FailureReason = FailureReason
 
 @typing.final
