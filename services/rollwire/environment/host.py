@@ -18,23 +18,20 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
+from rollwire.client.drawings import draw
 from rollwire.client.results import (
     MAX_METRICS,
-    InvalidResultError,
     aggregations,
     failure,
     failure_of,
     start_response,
     step_response,
-    text_drawing,
 )
 from rollwire.client.threads import ThreadsHungError, WorkerThreads, WorkTimeoutError
 from rollwire.environment.options import OptionError
-from rollwire.environment.png import encode_png
 from rollwire.environment.protocol import Environment
 from rollwire.environment.registry import RegisteredEnvironment
 from rollwire.rpc.errors import Reason, RollwireError, invalid_field, precondition
-from rollwire.rpc.limits import MAX_CHUNK_BYTES
 from rollwire.serving.logs import get_logger
 from rollwire.v1 import environment_pb2 as pb
 
@@ -190,7 +187,7 @@ class EnvironmentHost:
         async with self._drawings, episode.lock:
             result: pb.RenderResponse | pb.EnvironmentFailure | None = episode.lost
             if result is None:
-                result = await self._in_thread(lambda: _draw(episode, render_format), episode)
+                result = await self._in_thread(lambda: draw(episode.environment, render_format), episode)
         if isinstance(result, pb.EnvironmentFailure):
             raise precondition(
                 Reason.RENDER_UNSUPPORTED,
@@ -268,16 +265,3 @@ class _Rejected:
 def _refused_options(options: Mapping[str, Any], reason: str) -> RollwireError:
     message = f"the environment refuses the options {dict(options)!r:.200}: {reason}"
     return RollwireError(grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID_FIELD, message, fields={"options": message})
-
-
-def _draw(episode: Episode, render_format: pb.RenderFormat.ValueType) -> pb.RenderResponse:
-    environment: Any = episode.environment
-    if render_format == pb.RENDER_FORMAT_TEXT:
-        return pb.RenderResponse(text=text_drawing(environment.render_text()))
-    try:
-        png = encode_png(environment.render_rgb())
-    except ValueError as error:
-        raise InvalidResultError(str(error)) from error
-    if len(png) > MAX_CHUNK_BYTES:
-        raise InvalidResultError(f"the picture has {len(png)} bytes as PNG; allowed: at most {MAX_CHUNK_BYTES}")
-    return pb.RenderResponse(png=png)

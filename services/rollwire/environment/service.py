@@ -12,6 +12,16 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from rollwire.client.sessions import (
+    Admission,
+    CapacityReachedError,
+    EpisodeEndedError,
+    RequestIdReusedError,
+    Session,
+    SessionError,
+    SessionTable,
+    WrongTurnError,
+)
 from rollwire.environment.host import EnvironmentHost, Episode
 from rollwire.environment.registry import load_registry
 from rollwire.environment.requests import (
@@ -22,16 +32,6 @@ from rollwire.environment.requests import (
     lease_message,
     read_lease,
     read_options,
-)
-from rollwire.environment.sessions import (
-    Admission,
-    CapacityReachedError,
-    EpisodeEndedError,
-    RequestIdReusedError,
-    Session,
-    SessionError,
-    SessionTable,
-    WrongTurnError,
 )
 from rollwire.rpc.errors import Reason, RollwireError, exhausted, invalid_field, not_found, precondition
 from rollwire.rpc.limits import ENVIRONMENT_MESSAGE_BYTES

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rollwire.client.png import MAX_SIDE_PIXELS, encode_png
 from rollwire.environment.frozen_lake import FrozenLake
-from rollwire.environment.png import MAX_SIDE_PIXELS, encode_png
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3), (3, 5, 3), (64, 1, 3), (1, MAX_SIDE_PIXELS, 3)])

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollwire.environment.sessions import (
+from rollwire.client.sessions import (
     Admission,
     CapacityReachedError,
     EpisodeEndedError,
