@@ -91,6 +91,8 @@ def _allowed(field: dict[str, Any]) -> str:
     """Says in a few words which values a field takes."""
     if "anyOf" in field:
         return " or ".join(_allowed(option) for option in field["anyOf"])
+    if "$ref" in field:
+        return "section"
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
     if "const" in field:

@@ -121,7 +121,7 @@ async def service_side(config: RunConfig) -> AsyncIterator[ServiceSide]:
     launcher = LocalLauncher(config, create_run_dir(config, datetime.now().astimezone()))
     try:
         services = await launcher.start()
-        async with Peers(services) as peers:
+        async with Peers(config.model_copy(update={"services": services})) as peers:
             await _ready(launcher, peers, config.timeouts.ready_s)
             side = ServiceSide(config, peers.rollouts[0], services.environment, dict(launcher.pids))
             await side.activate((await peers.learner.get_info()).version, services.learner[0])

@@ -61,7 +61,7 @@ def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool, re
         print_dry_run(console, config, launch=launch)
         return
     if not launch:
-        check_addresses(config.services)
+        check_addresses(config)
     run_dir = resumed.run_dir if resumed is not None else create_run_dir(config, datetime.now().astimezone())
     console.print(f"run directory  {run_dir.path}", markup=False, highlight=False, soft_wrap=True)
     with sole_coordinator(run_dir):

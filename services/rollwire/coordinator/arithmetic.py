@@ -12,7 +12,8 @@ def batch_arithmetic(config: RunConfig) -> list[tuple[str, str]]:
     optimizer_steps = config.learner.optimizer_steps_per_batch
     in_flight = batch.groups_per_step * (config.max_staleness + 1)
     validations = count_validations(config)
-    start_states = config.validation.episodes * len(config.environments)
+    played = [entry for entry in config.environments if entry.source == "environment"]
+    start_states = config.validation.episodes * len(played)
     return [
         (
             "episodes per step",

@@ -80,7 +80,7 @@ def build_parts(
         pool,
         peers.learner,
         gap_bound(config, found.learner, found.rollouts),
-        config.sampling.temperature,
+        config.training_temperature,
         probing=config.max_staleness > 0,
     )
     preparer = BatchPreparer(config, SampleScorer(peers.learner, config, budgets, status.notice))

@@ -199,14 +199,14 @@ class StepLoop:
             settings.every_steps > 0 and steps_done % settings.every_steps == 0
         )
         if due and settings.episodes > 0:
-            await self._play_validation("val", steps_done, settings.sampling)
+            await self._play_validation("val", steps_done)
 
-    async def _play_validation(self, kind: str, steps_done: int, sampling: SamplingSection) -> None:
+    async def _play_validation(self, kind: str, steps_done: int, greedy: SamplingSection | None = None) -> None:
         """Plays the validation set and logs it at the number of steps done, unless that was done before."""
         if any(done[:2] == (steps_done, kind) for done in self.totals.validations):
             return
         parts, watch = self._parts, Stopwatch()
-        plans = parts.planner.validation_groups(kind, steps_done, sampling)
+        plans = parts.planner.validation_groups(kind, steps_done, greedy)
         if await parts.placement.rollout():
             await parts.pool.push(self._at.version, self._at.digest)
         parts.status.begin_phase("validating", len(plans))

@@ -14,7 +14,7 @@ from rollwire.client.rollout import RolloutClient
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.tasks import run_all
 from rollwire.rpc.errors import RollwireError
-from rollwire.serving.config.sections import ServicesSection
+from rollwire.serving.config import RunConfig
 from rollwire.v1 import coordinator_pb2, environment_pb2, learner_pb2, rollout_pb2
 
 READY_POLL_S: Final = 0.1
@@ -29,14 +29,16 @@ class Descriptions:
     learner: learner_pb2.LearnerServiceGetInfoResponse
 
 
-def check_addresses(services: ServicesSection) -> None:
-    """Checks that there is an address of every kind, and of one learner.
+def check_addresses(config: RunConfig) -> None:
+    """Checks that there is an address of every kind that the run needs, and of one learner.
 
     Raises:
         RunError: There is not.
     """
+    services = config.services
+    plays = any(entry.source == "environment" for entry in config.environments)
     for kind in ("environment", "rollout", "learner"):
-        if not getattr(services, kind):
+        if not getattr(services, kind) and (kind != "environment" or plays):
             raise RunError(
                 f"services.{kind} is empty; give the address of a running server, such as "
                 f"services.{kind}=[127.0.0.1:50051], or let `rollwire launch` start the servers"
@@ -49,11 +51,12 @@ class Peers:
     """Clients of all servers of a run; close with `close` or use as an async context manager.
 
     Args:
-        services: Addresses, as `check_addresses` wants them.
+        config: The run, with addresses as `check_addresses` wants them.
     """
 
-    def __init__(self, services: ServicesSection) -> None:
-        check_addresses(services)
+    def __init__(self, config: RunConfig) -> None:
+        check_addresses(config)
+        services = config.services
         self.environments = [EnvironmentClient(target) for target in services.environment]
         self.rollouts = [RolloutClient(target) for target in services.rollout]
         self.learner = LearnerClient(services.learner[0])

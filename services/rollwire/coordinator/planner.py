@@ -12,7 +12,7 @@ from rollwire.coordinator.groups import GroupPlan
 from rollwire.coordinator.mixture import Mixture
 from rollwire.coordinator.seeds import Split, environment_seed, sampling_seed
 from rollwire.serving.config import RunConfig
-from rollwire.serving.config.models import TrainEnvironment
+from rollwire.serving.config.environments import TrainEnvironment
 from rollwire.serving.config.sections import SamplingSection
 from rollwire.v1 import trajectory_pb2
 
@@ -30,27 +30,35 @@ class Planner:
 
     def training_group(self, index: int) -> GroupPlan:
         """Returns the training group with this index."""
-        return self._plan(
-            f"g{index:08d}",
-            index,
-            "train",
-            self._mixture.environment(index),
-            self._config.batch.episodes_per_group,
-            self._config.sampling,
-        )
+        environment = self._mixture.environment(index)
+        sampling = environment.sampling or self._config.sampling
+        episodes = self._config.batch.episodes_per_group
+        return self._plan(f"g{index:08d}", index, "train", environment, episodes, sampling)
 
-    def validation_groups(self, kind: str, step: int, sampling: SamplingSection) -> list[GroupPlan]:
+    def training_sampling(self, environment: TrainEnvironment) -> trajectory_pb2.SamplingSettings:
+        """Returns how tokens of an entry are drawn in training."""
+        return self._settings(environment, environment.sampling or self._config.sampling)
+
+    def validation_groups(self, kind: str, step: int, greedy: SamplingSection | None = None) -> list[GroupPlan]:
         """Returns the validation set: for each environment the same start states every time, one episode each.
 
         Args:
             kind: `val` or `val_greedy`; with `step` it makes the group ids unique.
             step: Training steps done.
-            sampling: How tokens are drawn.
+            greedy: How tokens are drawn, whatever is configured; None for that.
         """
         prefix = kind.replace("_", "-")
         return [
-            self._plan(f"{prefix}-{step:06d}-{position}-{index:06d}", index, "validation", environment, 1, sampling)
+            self._plan(
+                f"{prefix}-{step:06d}-{position}-{index:06d}",
+                index,
+                "validation",
+                environment,
+                1,
+                greedy or environment.validation_sampling or self._config.validation.sampling,
+            )
             for position, environment in enumerate(self._config.environments)
+            if environment.source == "environment"
             for index in range(self._config.validation.episodes)
         ]
 
@@ -73,10 +81,15 @@ class Planner:
             environment_seed=environment_seed(seed, split, tag, index),
             sampling_seed=sampling_seed(seed, split, tag, index),
             episodes=episodes,
-            sampling=sampling_settings(sampling, rollout.max_new_tokens_per_turn),
+            sampling=self._settings(environment, sampling),
             max_episode_tokens=rollout.max_episode_tokens,
             episode_timeout_s=rollout.episode_timeout_s,
             environment_targets=tuple(self._config.services.environment),
+        )
+
+    def _settings(self, environment: TrainEnvironment, sampling: SamplingSection) -> trajectory_pb2.SamplingSettings:
+        return sampling_settings(
+            sampling, environment.max_new_tokens_per_turn or self._config.rollout.max_new_tokens_per_turn
         )
 
 

@@ -31,7 +31,7 @@ def check_fit(config: RunConfig, found: Descriptions) -> None:
 def _check_environments(config: RunConfig, target: str, catalogue: environment_pb2.ListEnvironmentsResponse) -> None:
     offered = sorted(description.tag for description in catalogue.environments)
     for entry in config.environments:
-        if entry.tag not in offered:
+        if entry.source == "environment" and entry.tag not in offered:
             raise RunError(
                 f"environments names the tag {entry.tag!r}, which the environment server at {target} does not offer; "
                 f"it offers {', '.join(offered)}. Define further tags under environment.definitions"

@@ -101,7 +101,7 @@ async def run_training(
         ledger, journal = await stack.enter_async_context(_ledger(config, run_dir, status, resume))
         if journal is not None:
             _check_length(config, journal)
-        peers = await stack.enter_async_context(Peers(config.services))
+        peers = await stack.enter_async_context(Peers(config))
         service = CoordinatorServer(status, peers)
         await stack.enter_async_context(
             serving(service, Binding(ready_file=run_dir.address_file), grace_s=STATUS_GRACE_S)

@@ -32,7 +32,7 @@ class SampleScorer:
         self, client: LearnerClient, config: RunConfig, budgets: Budgets, notice: Callable[[str], None]
     ) -> None:
         self._client = client
-        self._temperature = config.sampling.temperature
+        self._temperature = config.training_temperature
         self._timeout_s = config.timeouts.train_s
         self._budgets = budgets
         self._notice = notice

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollwire.coordinator.mixture import Mixture
-from rollwire.serving.config.models import TrainEnvironment
+from rollwire.serving.config.environments import TrainEnvironment
 
 
 def environments(*weights: float) -> list[TrainEnvironment]:
@@ -31,3 +31,8 @@ def test_the_order_of_questions_does_not_matter() -> None:
     assert [forwards.environment(index) for index in range(30)] == [
         backwards.environment(index) for index in reversed(range(30))
     ][::-1]
+
+
+def test_an_entry_with_weight_0_never_comes() -> None:
+    mixture = Mixture(environments(0, 2, 0, 1))
+    assert Counter(mixture.environment(index).tag for index in range(30)) == {"E1": 20, "E3": 10}

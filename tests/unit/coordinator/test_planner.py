@@ -35,8 +35,8 @@ def test_a_training_group() -> None:
 
 def test_the_validation_set_is_the_same_at_every_step_and_disjoint_from_training() -> None:
     planner = Planner(CONFIG)
-    first = planner.validation_groups("val", 0, CONFIG.validation.sampling)
-    later = planner.validation_groups("val", 10, CONFIG.validation.sampling)
+    first = planner.validation_groups("val", 0)
+    later = planner.validation_groups("val", 10)
     assert [plan.environment_seed for plan in first] == [plan.environment_seed for plan in later]
     assert [plan.sampling_seed for plan in first] == [plan.sampling_seed for plan in later]
     assert [(plan.environment_tag, plan.index, plan.episodes) for plan in first] == [
@@ -62,3 +62,22 @@ def test_sampling_states_every_value() -> None:
     settings = sampling_settings(SamplingSection(temperature=0.0), 5)
     assert settings.HasField("temperature") and settings.temperature == 0 and settings.top_p == 1
     assert settings.logprob_mode == trajectory_pb2.LOGPROB_MODE_SAMPLED
+
+
+def test_settings_of_one_entry_and_entries_that_are_not_played_by_rollout_servers() -> None:
+    config = RunConfig.model_validate(
+        {
+            "environments": [
+                {"tag": "Agent", "source": "agent", "max_new_tokens_per_turn": 33, "sampling": {"temperature": 0.5}},
+                {"tag": "Lake", "weight": 0, "validation_sampling": {"top_k": 3}},
+            ],
+            "validation": {"episodes": 2, "sampling": {"top_k": 9}},
+        }
+    )
+    planner = Planner(config)
+    plan = planner.training_group(5)
+    assert (plan.environment_tag, plan.sampling.max_tokens, plan.sampling.temperature) == ("Agent", 33, 0.5)
+    played = planner.validation_groups("val", 0)
+    assert [(item.environment_tag, item.sampling.top_k) for item in played] == [("Lake", 3)] * 2
+    greedy = planner.validation_groups("val_greedy", 0, SamplingSection(temperature=0))
+    assert [(item.sampling.temperature, item.sampling.top_k) for item in greedy] == [(0, 0)] * 2

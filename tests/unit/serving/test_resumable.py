@@ -42,7 +42,8 @@ def test_everything_else_is_kept_and_named() -> None:
         "run.seed",
     ]
     assert (
-        "run.seed is 1, but the run was started with 42; a resumed run keeps it. May be changed: device, " in lines[3]
+        "run.seed is 1, but the run was started with 42; a resumed run keeps it. May be changed: coordinator, device, "
+        in lines[3]
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rollwire.rpc.ids import is_name, is_tag
+from rollwire.rpc.ids import is_name
 from rollwire.serving.config.algorithm import COMPARING, AlgorithmSection
+from rollwire.serving.config.environments import TrainEnvironment, check_entries
 from rollwire.serving.config.sections import (
+    CoordinatorSection,
     EnvironmentSection,
     LearnerSection,
     ModelSection,
@@ -62,19 +64,6 @@ class BatchSection(Section):
 
     episodes_per_group: Annotated[int, Field(ge=1, le=1024)] = 8
     """Episodes in each group."""
-
-
-class TrainEnvironment(Section):
-    """One environment that the run plays."""
-
-    tag: str
-    """Tag on the environment server."""
-
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of groups, relative to the other entries."""
-
-    options: dict[str, Any] = Field(default={})
-    """Options for each session, as `EnvironmentService.OpenSession` takes them."""
 
 
 class ValidationSection(Section):
@@ -171,6 +160,14 @@ class RunConfig(Section):
     services: ServicesSection = ServicesSection()
     """Running servers."""
 
+    coordinator: CoordinatorSection = CoordinatorSection()
+    """Where the coordinator listens."""
+
+    @property
+    def training_temperature(self) -> float:
+        """Temperature that all trained tokens are drawn and scored at."""
+        return next((entry.sampling or self.sampling).temperature for entry in self.environments if entry.weight > 0)
+
     @property
     def needs_critic(self) -> bool:
         """True if the learner has a critic."""
@@ -203,14 +200,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _across_sections(self) -> RunConfig:
-        tags = [entry.tag for entry in self.environments]
-        for tag in tags:
-            if not is_tag(tag):
-                raise ValueError(f"environments holds the tag {tag!r}; allowed: [A-Za-z0-9][A-Za-z0-9_.-]{{0,62}}")
-        if not tags:
-            raise ValueError("environments is empty; it needs at least one entry such as {tag: FrozenLake}")
-        if len(set(tags)) != len(tags):
-            raise ValueError(f"environments lists a tag twice: {tags}; merge the entries and add their weights")
+        check_entries(self.environments, self.sampling)
         if self.algorithm.advantage in COMPARING and self.batch.episodes_per_group < 2:
             raise ValueError(
                 f"batch.episodes_per_group is {self.batch.episodes_per_group}, but algorithm.advantage="
@@ -227,19 +217,19 @@ class RunConfig(Section):
                 f"placement is colocated, but max_staleness is {self.max_staleness}: rollout servers and learner take "
                 "turns, so episodes cannot be played while the learner trains; set max_staleness=0"
             )
-        if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature is 0; training needs a policy that explores: choose a value > 0")
-        if self.sampling.top_p < 1 or self.sampling.top_k > 0:
-            raise ValueError(
-                f"sampling.top_p is {self.sampling.top_p} and sampling.top_k is {self.sampling.top_k}; training "
-                "needs 1.0 and 0, because the learner scores the unfiltered distribution (validation.sampling is free)"
-            )
         if self.rollout.max_new_tokens_per_turn >= self.rollout.max_episode_tokens:
             raise ValueError(
                 f"rollout.max_new_tokens_per_turn is {self.rollout.max_new_tokens_per_turn}, but an episode holds "
                 f"rollout.max_episode_tokens={self.rollout.max_episode_tokens} tokens, prompts included; "
                 "raise the latter"
             )
+        for entry in self.environments:
+            if (entry.max_new_tokens_per_turn or 0) >= self.rollout.max_episode_tokens:
+                raise ValueError(
+                    f"environments entry {entry.tag!r} has max_new_tokens_per_turn {entry.max_new_tokens_per_turn}, "
+                    f"but an episode holds rollout.max_episode_tokens={self.rollout.max_episode_tokens} tokens, prompts "
+                    "included; raise the latter"
+                )
         episodes = self.batch.groups_per_step * self.batch.episodes_per_group
         if self.learner.optimizer_steps_per_batch > episodes:
             raise ValueError(
@@ -251,4 +241,25 @@ class RunConfig(Section):
                 f"batch.episodes_per_group is {self.batch.episodes_per_group}, but a rollout server runs at most "
                 f"rollout.max_episodes={self.rollout.max_episodes} at once; raise the latter"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sources(self) -> RunConfig:
+        outside = [entry for entry in self.environments if entry.source != "environment"]
+        if len(outside) == len(self.environments) and self.validation.episodes > 0:
+            raise ValueError(
+                f"validation.episodes is {self.validation.episodes}, but environments has no entry with source "
+                "environment that could be played; set validation.episodes=0, or add an entry with weight 0"
+            )
+        for entry in outside:
+            if self.run.deterministic:
+                raise ValueError(
+                    f"run.deterministic is true, but environments entry {entry.tag!r} has source {entry.source}: what "
+                    "comes from outside depends on timing; set run.deterministic=false"
+                )
+            if entry.source == "pushed" and self.placement == "colocated":
+                raise ValueError(
+                    f"placement is colocated, but environments entry {entry.tag!r} has source pushed: rollout servers "
+                    "sleep while the learner trains, and a pusher could not generate; set placement=separate"
+                )
         return self

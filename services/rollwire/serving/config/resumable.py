@@ -9,6 +9,7 @@ from rollwire.serving.config.loader import ConfigError
 from rollwire.serving.config.models import RunConfig
 
 HARMLESS: Final = (
+    "coordinator",
     "environment.disable_after_failures",
     "environment.max_sessions",
     "placement",

@@ -318,3 +318,16 @@ class ServicesSection(Section):
                 if not host or not colon or not port.isdigit() or not 0 < int(port) < 65_536:
                     raise ValueError(f"services.{kind} holds {target!r}; allowed: host:port")
         return self
+
+
+class CoordinatorSection(Section):
+    """Where the coordinator listens: for `rollwire status` and `stop`, for agents and for pushers."""
+
+    host: str = "127.0.0.1"
+    """Interface; one that is not loopback needs `insecure`."""
+
+    port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """TCP port; 0 takes a free one, which `coordinator.json` in the run directory names."""
+
+    insecure: bool = False
+    """Confirms that anyone who reaches the port may call the coordinator."""
