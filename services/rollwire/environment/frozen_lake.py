@@ -7,23 +7,18 @@ actions too).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollwire.client.png import encode_png
+from rollwire.environment.answers import ANSWER_PATTERN, SPECIAL_TOKENS, THINK_PATTERN, AnswerReader
 from rollwire.environment.frozen_lake_map import Cell, LakeMap, generate_map, seeded_generator
 from rollwire.environment.frozen_lake_tiles import draw_lake
 
-ANSWER_PATTERN = r"<answer>(.*?)</answer>"
-THINK_PATTERN = r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"
-_CLOSING_TAG = "</answer>"
-# What a match of the built-in patterns starts with.
-_OPENING_TAGS = {ANSWER_PATTERN: "<answer>", THINK_PATTERN: "<think>"}
 _PLAYER_ON = {"_": "P", "O": "X", "G": "√"}
-SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>")
 ACTIONS = ("Left", "Down", "Right", "Up")
 _DIRECTIONS = {name.lower(): direction for direction, name in enumerate(ACTIONS)}
 # "Forbid the whole" and the warning of slippery ice on firm ice are ROLL's; policies are compared on this very text.
@@ -53,8 +48,8 @@ class FrozenLake:
     """A lake crossed in turns; the map and the slips follow from the seed given to `reset`."""
 
     metrics_agg_mode: ClassVar = METRICS_AGG_MODE
-    # A malicious regular expression, or thousands of tokens, would block the server for all.
-    config_only_options: ClassVar = ("action_pattern", "special_token_list")
+    # A malicious regular expression, or thousands of tokens, would block the server for all; pictures are for threads.
+    config_only_options: ClassVar = ("action_pattern", "special_token_list", "observation_images")
 
     def __init__(
         self,
@@ -66,6 +61,7 @@ class FrozenLake:
         action_pattern: str = ANSWER_PATTERN,
         special_token_list: Sequence[str] = SPECIAL_TOKENS,
         env_instruction: str = INSTRUCTIONS,
+        observation_images: bool = False,
     ) -> None:
         """Checks the settings; call `reset` before the first turn.
 
@@ -78,6 +74,7 @@ class FrozenLake:
             action_pattern: Regular expression (dot matches newline) whose last group is the action.
             special_token_list: Texts removed from a response before it is parsed.
             env_instruction: Instructions shown with the first observation.
+            observation_images: Whether each observation comes with a picture too.
 
         Raises:
             ValueError: A setting is out of range or the pattern is no regular expression with a group.
@@ -91,9 +88,8 @@ class FrozenLake:
         self.size, self.p, self.is_slippery = size, p, is_slippery
         self.max_turns = max_steps
         self.format_penalty = format_penalty
-        self._pattern = _compile_action_pattern(action_pattern)
-        self._opening_tag = _OPENING_TAGS.get(action_pattern)
-        self._special_tokens = tuple(special_token_list)
+        self.observation_images = observation_images
+        self._answers = AnswerReader(action_pattern, special_token_list)
         self._instructions = env_instruction
         self._lake: LakeMap | None = None
 
@@ -104,7 +100,7 @@ class FrozenLake:
             seed: Non-negative; decides the map and, on slippery ice, the slips.
 
         Returns:
-            The first observation, and info with `instructions`.
+            The first observation, and info with `instructions` and perhaps `observation_png`.
         """
         self._lake = generate_map(self.size, self.p, seed)
         # The lake without its player as one text: only one symbol changes in a turn.
@@ -115,7 +111,7 @@ class FrozenLake:
         self._slips = seeded_generator(seed)
         # Gymnasium spends one draw on the start cell; without it slippery episodes would part from ROLL's.
         self._slips.random()
-        return self.render_text(), {"instructions": self._instructions}
+        return self.render_text(), self._with_picture({"instructions": self._instructions})
 
     def step(self, action: str) -> StepReply:
         """Plays one turn.
@@ -152,26 +148,12 @@ class FrozenLake:
             "success": float(success),
             "format_penalty": penalty,
         }
-        info = {"metrics": metrics, "metrics_agg_mode": METRICS_AGG_MODE}
+        info = self._with_picture({"metrics": metrics, "metrics_agg_mode": METRICS_AGG_MODE})
         return self._drawn(place), float(success) + penalty, terminated, truncated, info
 
     def parse_action(self, response: str) -> int | None:
         """Returns the direction a response names (0 Left, 1 Down, 2 Right, 3 Up), or None when it names none."""
-        for token in self._special_tokens:
-            response = response.replace(token, "")
-        match = self._first_match(response.strip())
-        if match is None:
-            return None
-        name = (match.group(self._pattern.groups) or "").strip().lower()
-        return _DIRECTIONS.get(name)
-
-    def _first_match(self, response: str) -> re.Match[str] | None:
-        if self._opening_tag is None:
-            return self._pattern.search(response)
-        # A search would try every opening tag and scan to the end from each, for a hostile text of 20 kB more than a
-        # minute. If any opening tag starts a match the first one does, and no match passes the last closing tag.
-        start, end = response.find(self._opening_tag), response.rfind(_CLOSING_TAG) + len(_CLOSING_TAG)
-        return self._pattern.match(response, start, end) if 0 <= start < end else None
+        return _DIRECTIONS.get((self._answers.read(response) or "").lower())
 
     def render_text(self) -> str:
         """Returns the lake as the policy sees it: rows from the top, joined by newlines, one symbol per cell."""
@@ -190,6 +172,11 @@ class FrozenLake:
     def render_rgb(self) -> NDArray[np.uint8]:
         """Returns the lake as a picture, uint8[height, width, 3]."""
         return draw_lake(self._current_lake(), self._player)
+
+    def _with_picture(self, info: dict[str, Any]) -> dict[str, Any]:
+        if self.observation_images:
+            info["observation_png"] = encode_png(self.render_rgb())
+        return info
 
     def _current_lake(self) -> LakeMap:
         if self._lake is None:
@@ -219,13 +206,3 @@ def _symbols(lake: LakeMap) -> str:
     grid = np.where(lake.holes, "O", "_")
     grid[lake.goal] = "G"
     return "\n".join("".join(row) for row in grid)
-
-
-def _compile_action_pattern(pattern: str) -> re.Pattern[str]:
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"action_pattern {pattern!r} is no regular expression: {error}") from error
-    if compiled.groups < 1:
-        raise ValueError(f"action_pattern {pattern!r} has no group; allowed: a pattern whose last group is the action")
-    return compiled

@@ -18,6 +18,7 @@ from rollwire.client.results import InvalidResultError
 from rollwire.environment.frozen_lake import FrozenLake, FrozenLakeThink
 from rollwire.environment.options import OptionError, OptionSchema
 from rollwire.environment.protocol import Environment
+from rollwire.environment.sokoban import LargerSokoban, SimpleSokoban, Sokoban, SokobanDifferentGridVocab
 from rollwire.rpc.errors import Reason, RollwireError, not_found
 from rollwire.rpc.ids import TAG_PATTERN, is_tag
 from rollwire.serving.config.sections import EnvironmentDefinition, EnvironmentSection
@@ -30,6 +31,10 @@ ENTRY_POINT_GROUP: Final = "rollwire.environments"
 BUILT_IN: Final[dict[str, Callable[..., Environment]]] = {
     "FrozenLake": FrozenLake,
     "FrozenLakeThink": FrozenLakeThink,
+    "LargerSokoban": LargerSokoban,
+    "SimpleSokoban": SimpleSokoban,
+    "Sokoban": Sokoban,
+    "SokobanDifferentGridVocab": SokobanDifferentGridVocab,
 }
 
 

@@ -67,7 +67,14 @@ def section(tag: str = "Mine", type_name: str = "games_of_a_user:Game", **option
 
 def test_built_in_tags_need_no_configuration() -> None:
     registry = load_registry(EnvironmentSection())
-    assert list(registry.environments) == ["FrozenLake", "FrozenLakeThink"]
+    assert list(registry.environments) == [
+        "FrozenLake",
+        "FrozenLakeThink",
+        "LargerSokoban",
+        "SimpleSokoban",
+        "Sokoban",
+        "SokobanDifferentGridVocab",
+    ]
     assert all(item.built_in for item in registry.environments.values())
 
 
@@ -130,5 +137,5 @@ def test_an_entry_point_that_cannot_be_loaded(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[rollwire.environments]\nbroken = broken_games:Game\n")
     with pytest.raises(ServeError, match="entry point broken cannot be loaded: ZeroDivisionError: division by zero"):
         load_registry(section(type_name="broken"))
-    with pytest.raises(ServeError, match="FrozenLakeThink, broken"):
+    with pytest.raises(ServeError, match="SokobanDifferentGridVocab, broken"):
         load_registry(section(type_name="borken"))
