@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from rollwire.rpc.ids import METRIC_PATTERN
-from rollwire.rpc.limits import MIB
+from rollwire.rpc.limits import MAX_REPLY_BYTES, MIB
 from rollwire.v1 import environment_pb2 as pb
 
 MAX_TEXT_BYTES: Final = MIB
@@ -71,12 +71,14 @@ def start_response(reply: object, max_turns: object) -> pb.OpenSessionResponse:
     observation, info = reply
     if not isinstance(info, Mapping):
         raise InvalidResultError(f"reset returned an info of type {type(info).__name__}; allowed: a dict")
-    return pb.OpenSessionResponse(
+    response = pb.OpenSessionResponse(
         observation=_text("the observation", observation),
         instructions=_text("info['instructions']", info.get("instructions", "")),
         suffix=_text("info['suffix']", info.get("suffix", "")),
         max_turns=turn_limit(max_turns),
     )
+    _check_size(response)
+    return response
 
 
 def turn_limit(value: object) -> int:
@@ -111,6 +113,7 @@ def step_response(reply: object) -> pb.StepResponse:
     metrics = info.get("metrics")
     if metrics:
         _copy_metrics(metrics, response.metrics)
+    _check_size(response)
     return response
 
 
@@ -140,6 +143,13 @@ def aggregations(modes: object) -> dict[str, pb.MetricAggregation.ValueType]:
 def text_drawing(drawing: object) -> str:
     """Checks what `render_text` returned. Raises `InvalidResultError`."""
     return _text("the drawing", drawing)
+
+
+def _check_size(response: pb.OpenSessionResponse | pb.StepResponse) -> None:
+    """Raises when what is within its limit each does not fit into one message together."""
+    size = response.ByteSize()
+    if size > MAX_REPLY_BYTES:
+        raise InvalidResultError(f"texts and picture have {size} bytes together; allowed: at most {MAX_REPLY_BYTES}")
 
 
 def _copy_metrics(metrics: object, into: Any) -> None:

@@ -10,6 +10,9 @@ MIB: Final = 1 << 20
 ENVIRONMENT_MESSAGE_BYTES: Final = 4 * MIB
 """Largest message on the environment port, which outsiders reach."""
 
+MAX_REPLY_BYTES: Final = ENVIRONMENT_MESSAGE_BYTES - (4 << 10)
+"""Largest answer of one session, which has to fit into a message with what a stream adds to it."""
+
 INTERNAL_MESSAGE_BYTES: Final = 8 * MIB
 """Largest message between Rollwire's own services."""
 

@@ -87,6 +87,11 @@ class EnvironmentHost:
         self._drawings = asyncio.Semaphore(CONCURRENT_DRAWINGS)
         self._threads = WorkerThreads(f"environment-{registered.tag}", THREADS_PER_TAG)
 
+    @property
+    def description(self) -> pb.EnvironmentDescription:
+        """The tag as the catalogue shows it."""
+        return self.registered.description
+
     async def start(self, options: Mapping[str, Any], seed: int) -> tuple[Episode | None, pb.OpenSessionResponse]:
         """Constructs an environment and resets it.
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from rollwire.environment.registry import load_registry
-from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.serving.config.sections import EnvironmentSection
 from rollwire.serving.server import ServeError
 
@@ -80,22 +79,14 @@ def test_built_in_tags_need_no_configuration() -> None:
 
 def test_a_definition_adds_a_tag() -> None:
     registry = load_registry(section(level=4))
-    found = registry.find("Mine")
+    found = registry.environments["Mine"]
     assert (found.built_in, found.options, found.step_timeout_s) == (False, {"level": 4}, 60.0)
     assert found.description.default_options["level"] == 4
 
 
 def test_a_function_can_make_environments() -> None:
-    found = load_registry(section(type_name="games_of_a_user:make")).find("Mine")
+    found = load_registry(section(type_name="games_of_a_user:make")).environments["Mine"]
     assert found.description.summary == "Makes a game."
-
-
-def test_nothing_is_imported_for_a_tag() -> None:
-    registry = load_registry(EnvironmentSection())
-    with pytest.raises(RollwireError) as caught:
-        registry.find("games_of_a_user:Game")
-    assert caught.value.reason == Reason.UNKNOWN_ENVIRONMENT
-    assert "games_of_a_user" not in sys.modules
 
 
 @pytest.mark.parametrize(
