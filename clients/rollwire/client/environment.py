@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from rollwire.client.base import ServiceClient
 from rollwire.rpc.channel import open_environment_channel
@@ -17,6 +17,13 @@ class EnvironmentClient(ServiceClient):
     def __init__(self, target: str) -> None:
         super().__init__(target, open_environment_channel(target))
         self._stub = environment_pb2_grpc.EnvironmentServiceStub(self._channel)
+        self._by_kind: dict[str, tuple[str, Any]] = {
+            "open": ("OpenSession", self._stub.OpenSession),
+            "step": ("Step", self._stub.Step),
+            "renew": ("RenewSession", self._stub.RenewSession),
+            "close": ("CloseSession", self._stub.CloseSession),
+            "render": ("Render", self._stub.Render),
+        }
 
     async def list_environments(self, *, timeout_s: float | None = None) -> environment_pb2.ListEnvironmentsResponse:
         """Returns the catalogue and the capacity."""
@@ -61,3 +68,12 @@ class EnvironmentClient(ServiceClient):
         """Ends a session; unknown sessions are no error."""
         request = environment_pb2.CloseSessionRequest(session_id=session_id)
         await self._unary("CloseSession", self._stub.CloseSession, request, timeout_s)
+
+    async def call(self, kind: str, request: Any, *, timeout_s: float | None = None) -> Any:
+        """Makes a call by the name that it has in `SessionCall`: open, step, renew, close or render."""
+        method, stub = self._by_kind[kind]
+        return await self._unary(method, stub, request, timeout_s)
+
+    def play_stream(self) -> Any:
+        """Begins a bare `Play` stream, a `grpc.aio.StreamStreamCall`; `SessionStream` is what drives one."""
+        return self._stub.Play()

@@ -98,6 +98,17 @@ class RollwireError(Exception):
         self.fields = dict(fields or {})
         self.retry_after_s = retry_after_s
 
+    def copy(self) -> RollwireError:
+        """Returns an equal error, for another call that fails for the same cause."""
+        return RollwireError(
+            self.code,
+            self.reason,
+            self.message,
+            metadata=self.metadata,
+            fields=self.fields,
+            retry_after_s=self.retry_after_s,
+        )
+
     def __str__(self) -> str:
         return f"{self.code.name}/{self.reason}: {self.message}"
 
@@ -110,9 +121,9 @@ def invalid_field(path: str, value: object, allowed: str) -> RollwireError:
         value: The offending value; shown shortened.
         allowed: What is allowed, such as `a number in (0, 1]`.
     """
-    shown = repr(value)
-    if len(shown) > 100:
-        shown = shown[:100] + "…"
+    shown = _shortened(repr(value))
+    if not path.isprintable() or len(path) > 200:  # it may hold what the caller sent, such as a name of an option
+        path = _shortened(repr(path)[1:-1])
     message = f"{path} is {shown}; allowed: {allowed}"
     return RollwireError(
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -121,6 +132,10 @@ def invalid_field(path: str, value: object, allowed: str) -> RollwireError:
         metadata={"field": path, "value": shown},
         fields={path: message},
     )
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else text[:100] + "…"
 
 
 def precondition(reason: Reason, message: str, **metadata: str) -> RollwireError:

@@ -22,6 +22,9 @@ CHUNK_BYTES: Final = 1 * MIB
 MAX_CHUNK_BYTES: Final = 2 * MIB
 """Largest chunk payload that a receiver accepts."""
 
+MAX_UNANSWERED_CALLS: Final = 4096
+"""Calls of one `Play` stream that may wait for their replies."""
+
 MAX_CONCURRENT_RPCS: Final = 1024
 """Calls that one server executes at once; more answer RESOURCE_EXHAUSTED."""
 

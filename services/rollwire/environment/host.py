@@ -269,4 +269,10 @@ class _Rejected:
 
 def _refused_options(options: Mapping[str, Any], reason: str) -> RollwireError:
     message = f"the environment refuses the options {dict(options)!r:.200}: {reason}"
-    return RollwireError(grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID_FIELD, message, fields={"options": message})
+    return RollwireError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        Reason.INVALID_FIELD,
+        message,
+        metadata={"field": "options"},
+        fields={"options": message},
+    )

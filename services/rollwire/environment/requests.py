@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import grpc
 from google.protobuf import json_format
 from google.protobuf.duration_pb2 import Duration
 
-from rollwire.rpc.errors import invalid_field
+from rollwire.rpc.errors import Reason, RollwireError, invalid_field
 from rollwire.rpc.ids import REQUEST_ID_PATTERN, TAG_PATTERN, is_tag
 from rollwire.rpc.limits import MIB
 from rollwire.v1 import environment_pb2 as pb
@@ -17,6 +18,7 @@ MAX_ACTION_BYTES: Final = MIB
 MAX_OPTIONS_BYTES: Final = 64 << 10
 DEFAULT_LEASE_S: Final = 60.0
 _MAX_LEASE_S: Final = 3600
+_MAX_TIMEOUT_S: Final = 3600
 _NS: Final = 10**9
 
 
@@ -47,6 +49,20 @@ def read_lease(lease: Duration) -> float:
         raise invalid_field(
             "lease", f"{length_ns / _NS:g} s", f"1 s to {_MAX_LEASE_S} s; unset means {DEFAULT_LEASE_S:g} s"
         )
+    return length_ns / _NS
+
+
+def read_timeout(call: pb.SessionCall) -> float:
+    """Returns the deadline of a call in a stream, in seconds. Raises `RollwireError` INVALID_ARGUMENT."""
+    if not call.HasField("timeout"):
+        raise RollwireError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            Reason.DEADLINE_REQUIRED,
+            "the call has no timeout; every call in a stream needs one",
+        )
+    length_ns = call.timeout.seconds * _NS + call.timeout.nanos
+    if not 0 < length_ns <= _MAX_TIMEOUT_S * _NS or not 0 <= call.timeout.nanos < _NS:
+        raise invalid_field("timeout", f"{length_ns / _NS:g} s", f"more than 0 s, at most {_MAX_TIMEOUT_S} s")
     return length_ns / _NS
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import Future
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
@@ -13,6 +13,7 @@ import grpc.aio
 from rollwire.environment.calls import REAP_INTERVAL_S, SessionCalls
 from rollwire.environment.host import EnvironmentHost
 from rollwire.environment.hosts import Hosts
+from rollwire.environment.play import PlayStream
 from rollwire.environment.registry import load_registry
 from rollwire.rpc.limits import ENVIRONMENT_MESSAGE_BYTES
 from rollwire.serving.config.models import RunConfig
@@ -51,7 +52,9 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
         )
         self.calls = SessionCalls(hosts, section.max_sessions, clock)
         self._capacity = section.max_sessions
-        self._reaper: asyncio.Task[None] | None = None
+        self._streams: set[PlayStream] = set()
+        self._draining = False
+        self._background: tuple[asyncio.Task[None], ...] = ()
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the servicer to the server."""
@@ -59,14 +62,17 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
 
     async def start(self, readiness: Readiness) -> None:
         """Starts the reaper of leases and reports readiness."""
-        self._reaper = asyncio.create_task(self._reap_forever())
+        self._background = (
+            asyncio.create_task(self._reap_forever()),
+            asyncio.create_task(self._drain(readiness.draining)),
+        )
         _log.info("environments ready", environment_tags=self.calls.hosts.tags(), session_capacity=self._capacity)
         await readiness.set(True)
 
     async def close(self) -> None:
         """Ends all sessions and gives their environments a few seconds to close."""
-        if self._reaper is not None:
-            self._reaper.cancel()
+        for task in self._background:
+            task.cancel()
         await self.calls.end()
 
     async def ListEnvironments(
@@ -102,6 +108,26 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
     ) -> pb.CloseSessionResponse:
         """Ends a session; an unknown one is no error."""
         return self.calls.close(request)
+
+    async def Play(
+        self, requests: AsyncIterator[pb.PlayRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.PlayResponse]:
+        """Answers the calls of any number of sessions."""
+        stream = PlayStream(self.calls)
+        self._streams.add(stream)
+        if self._draining:
+            stream.drain()
+        try:
+            async for message in stream.run(requests):
+                yield message
+        finally:
+            self._streams.discard(stream)
+
+    async def _drain(self, draining: asyncio.Event) -> None:
+        await draining.wait()
+        self._draining = True
+        for stream in self._streams:
+            stream.drain()
 
     async def _reap_forever(self) -> None:
         while True:

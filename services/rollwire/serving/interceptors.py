@@ -78,9 +78,7 @@ class CallGate:
 
     def _admit(self, method: str, context: Context) -> None:
         if self.draining:
-            raise RollwireError(
-                grpc.StatusCode.UNAVAILABLE, Reason.DRAINING, "the server is shutting down; try another one"
-            )
+            raise draining_error()
         if context.time_remaining() is None and method not in WITHOUT_DEADLINE:
             raise RollwireError(
                 grpc.StatusCode.INVALID_ARGUMENT,
@@ -154,22 +152,38 @@ def _reader(handler: Handler) -> Callable[[Any], Any]:
     return many if handler.request_streaming else one
 
 
-async def _abort(method: str, error: Exception, context: Context) -> NoReturn:
-    """Ends the call with the status for `error`."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
+def draining_error() -> RollwireError:
+    """Returns the answer to every call that comes while the server shuts down."""
+    return RollwireError(grpc.StatusCode.UNAVAILABLE, Reason.DRAINING, "the server is shutting down; try another one")
+
+
+def answerable(method: str, error: Exception) -> RollwireError:
+    """Returns what the caller is told about `error`, and logs what people should know.
+
+    Args:
+        method: Full name of the method, for the log.
+        error: A refusal, or anything else, which is a bug and is told as INTERNAL.
+    """
     if not isinstance(error, RollwireError):
         incident = new_id("incident")
         _log.error("unexpected error in a handler", method=method, incident=incident, exc_info=error)
-        error = RollwireError(
+        return RollwireError(
             grpc.StatusCode.INTERNAL,
             Reason.INTERNAL,
             f"unexpected {type(error).__name__}; the server log has the details under {incident}",
             metadata={"incident": incident},
         )
-    elif error.code not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
+    if error.code not in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
         _log.info("call refused", method=method, code=error.code.name, reason=error.reason, message=error.message)
+    return error
+
+
+async def _abort(method: str, error: Exception, context: Context) -> NoReturn:
+    """Ends the call with the status for `error`."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    told = answerable(method, error)
     if context.cancelled() or context.done():
         raise asyncio.CancelledError
-    await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    await context.abort_with_status(rpc_status.to_status(to_status(told)))
     raise AssertionError("abort_with_status returned")

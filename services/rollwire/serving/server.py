@@ -55,12 +55,18 @@ class Binding:
 
 
 class Readiness:
-    """Sets the readiness that the health service reports for one gRPC service."""
+    """Sets the readiness that the health service reports for one gRPC service.
+
+    Attributes:
+        failure: Done, with the cause in one line, once the service cannot answer any more.
+        draining: Set when the server begins to shut down: new calls are refused, and streams should come to an end.
+    """
 
     def __init__(self, servicer: health.aio.HealthServicer, name: str) -> None:
         self._servicer = servicer
         self._name = name
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.draining = asyncio.Event()
 
     async def set(self, ready: bool) -> None:
         """Reports SERVING or NOT_SERVING from now on."""
@@ -143,6 +149,7 @@ async def serving(
     finally:
         await health_servicer.enter_graceful_shutdown()
         gate.draining = True
+        readiness.draining.set()
         await server.stop(grace_s)
         await service.close()
         _log.info("stopped", address=address)
