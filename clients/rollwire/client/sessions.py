@@ -136,6 +136,11 @@ class SessionTable(Generic[OpenedT, ReplyT]):
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def session_ids(self) -> list[str]:
+        """Identifiers of the sessions that have started."""
+        return [session.session_id for session in self._by_id.values() if session.phase is not Phase.STARTING]
+
     def open(self, request_id: str, fingerprint: bytes, lease_s: float) -> tuple[Admission, Session[OpenedT, ReplyT]]:
         """Opens a session, or finds the one that the same request opened before.
 

@@ -12,6 +12,7 @@ HARMLESS: Final = (
     "coordinator",
     "environment.disable_after_failures",
     "environment.max_sessions",
+    "environment.providers",
     "placement",
     "rollout.same_host_weights",
     "run.checkpoint_every_steps",

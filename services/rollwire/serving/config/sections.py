@@ -47,6 +47,19 @@ class EnvironmentDefinition(Section):
     """Longest time for a reset or a step; after that the episode fails with a timeout."""
 
 
+class ProvidersSection(Section):
+    """Providers: programs that dial in to the environment server and serve environments of their own."""
+
+    max_providers: Annotated[int, Field(ge=0, le=4096)] = 64
+    """Providers at once; 0 takes none."""
+
+    lease_s: Annotated[float, Field(ge=1, le=3600)] = 30.0
+    """How long sessions wait for a provider whose connection was cut; after that their episodes fail."""
+
+    step_timeout_s: Seconds = 60.0
+    """Longest time for a reset or a step of a provider; after that the episode fails with a timeout."""
+
+
 class EnvironmentSection(Section):
     """The environment server."""
 
@@ -58,6 +71,9 @@ class EnvironmentSection(Section):
 
     disable_after_failures: Positive = 5
     """An environment that fails this many times in a row is disabled until the server restarts."""
+
+    providers: ProvidersSection = ProvidersSection()
+    """Programs that dial in."""
 
 
 class SamplingSection(Section):
