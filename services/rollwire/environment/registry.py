@@ -6,20 +6,15 @@ nothing else: no import ever follows from what a client sends.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import Any
 
 from rollwire.client.description import describe
 from rollwire.client.results import InvalidResultError
-from rollwire.environment.frozen_lake import FrozenLake, FrozenLakeThink
 from rollwire.environment.options import OptionError, OptionSchema
 from rollwire.environment.protocol import Environment
-from rollwire.environment.sokoban import LargerSokoban, SimpleSokoban, Sokoban, SokobanDifferentGridVocab
-from rollwire.rpc.errors import Reason, RollwireError, not_found
+from rollwire.environment.types import BUILT_IN, UnknownTypeError, one_line, resolve
 from rollwire.rpc.ids import TAG_PATTERN, is_tag
 from rollwire.serving.config.sections import EnvironmentDefinition, EnvironmentSection
 from rollwire.serving.logs import get_logger
@@ -27,15 +22,6 @@ from rollwire.serving.server import ServeError
 from rollwire.v1 import environment_pb2 as pb
 
 _log = get_logger(__name__)
-ENTRY_POINT_GROUP: Final = "rollwire.environments"
-BUILT_IN: Final[dict[str, Callable[..., Environment]]] = {
-    "FrozenLake": FrozenLake,
-    "FrozenLakeThink": FrozenLakeThink,
-    "LargerSokoban": LargerSokoban,
-    "SimpleSokoban": SimpleSokoban,
-    "Sokoban": Sokoban,
-    "SokobanDifferentGridVocab": SokobanDifferentGridVocab,
-}
 
 
 @dataclass(frozen=True)
@@ -67,23 +53,6 @@ class Registry:
     def __init__(self, environments: Mapping[str, RegisteredEnvironment]) -> None:
         self.environments = dict(sorted(environments.items()))
 
-    def find(self, tag: str) -> RegisteredEnvironment:
-        """Returns what stands behind a tag. Raises `RollwireError` NOT_FOUND when there is none."""
-        found = self.environments.get(tag)
-        if found is None:
-            raise self._unknown(tag)
-        return found
-
-    def _unknown(self, tag: str) -> RollwireError:
-        near = difflib.get_close_matches(tag, self.environments, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return not_found(
-            Reason.UNKNOWN_ENVIRONMENT,
-            f"no environment has the tag {tag!r}; {hint}Registered: {', '.join(self.environments)} "
-            "(others go into the server's configuration under environment.definitions)",
-            environment_tag=tag,
-        )
-
 
 def load_registry(section: EnvironmentSection) -> Registry:
     """Registers the built-in environments and those of the configuration, constructing each one once to try it.
@@ -99,10 +68,12 @@ def _register(tag: str, definition: EnvironmentDefinition) -> RegisteredEnvironm
     where = f"environment.definitions.{tag}"
     if not is_tag(tag):
         raise ServeError(f"environment.definitions holds the tag {tag!r}; allowed: {TAG_PATTERN.pattern} without '..'")
-    built_in = definition.type in BUILT_IN
-    if not built_in:
+    if definition.type not in BUILT_IN:
         _log.info("loading an environment", environment_tag=tag, type=definition.type)
-    factory = _resolve(definition.type, where)
+    try:
+        factory = resolve(definition.type)
+    except UnknownTypeError as error:
+        raise ServeError(f"{where}.type is {definition.type!r}{error}") from error
     schema = OptionSchema(factory, getattr(factory, "config_only_options", ()))
     try:
         options = schema.configured(definition.options)
@@ -115,48 +86,8 @@ def _register(tag: str, definition: EnvironmentDefinition) -> RegisteredEnvironm
         raise ServeError(f"{where}: {definition.type} breaks the rules of an environment: {error}") from error
     except Exception as error:
         raise ServeError(
-            f"{where}: {definition.type} cannot be constructed with options {options}: {_one_line(error)}"
+            f"{where}: {definition.type} cannot be constructed with options {options}: {one_line(error)}"
         ) from error
+    # Drawing a picture takes longer than the event loop may wait.
+    built_in = definition.type in BUILT_IN and not getattr(sample, "observation_images", False)
     return RegisteredEnvironment(tag, factory, options, schema, definition.step_timeout_s, built_in, description)
-
-
-def _resolve(type_name: str, where: str) -> Callable[..., Environment]:
-    if type_name in BUILT_IN:
-        return BUILT_IN[type_name]
-    module_name, colon, attribute = type_name.partition(":")
-    if colon:
-        found = _import(module_name, attribute, type_name, where)
-    else:
-        points = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
-        if type_name not in points:
-            known = ", ".join([*BUILT_IN, *sorted(points)])
-            raise ServeError(
-                f"{where}.type is {type_name!r}; allowed: a built-in environment or an installed entry point of the "
-                f"group {ENTRY_POINT_GROUP} ({known}), or module:Class"
-            )
-        try:
-            found = points[type_name].load()
-        except Exception as error:
-            raise ServeError(f"{where}.type: entry point {type_name} cannot be loaded: {_one_line(error)}") from error
-    if not callable(found):
-        raise ServeError(f"{where}.type is {type_name!r}, which is no class; allowed: a class with reset and step")
-    return found  # type: ignore[no-any-return]
-
-
-def _import(module_name: str, attribute: str, type_name: str, where: str) -> Any:
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ServeError(
-            f"{where}.type is {type_name!r}, but module {module_name!r} cannot be imported: {_one_line(error)}; "
-            "install it, or put its directory on PYTHONPATH"
-        ) from error
-    if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, vars(module), n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ServeError(f"{where}.type is {type_name!r}, but module {module_name!r} has no {attribute!r}{hint}")
-    return getattr(module, attribute)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
