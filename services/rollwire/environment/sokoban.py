@@ -185,7 +185,7 @@ class Sokoban:
             self._player = there
 
     def _symbol(self, room: Room, cell: Cell) -> str:
-        wall, empty, target, box_on_target, box, player, player_on_target = self._symbols
+        wall, empty, target, box_on_target, box, player, player_on_target = tuple(self._symbols)
         if cell not in room.floor:
             return wall
         on_target = cell in room.targets
