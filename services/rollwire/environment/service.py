@@ -13,6 +13,7 @@ import grpc.aio
 from rollwire.environment.calls import REAP_INTERVAL_S, SessionCalls
 from rollwire.environment.host import EnvironmentHost
 from rollwire.environment.hosts import Hosts
+from rollwire.environment.hub_streams import ProviderStreams
 from rollwire.environment.play import PlayStream
 from rollwire.environment.registry import load_registry
 from rollwire.rpc.limits import ENVIRONMENT_MESSAGE_BYTES
@@ -51,6 +52,7 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
             {tag: EnvironmentHost(known, section.disable_after_failures) for tag, known in environments.items()}
         )
         self.calls = SessionCalls(hosts, section.max_sessions, clock)
+        self._providers = ProviderStreams(hosts, section.providers, section.disable_after_failures)
         self._capacity = section.max_sessions
         self._streams: set[PlayStream] = set()
         self._draining = False
@@ -62,6 +64,7 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
 
     async def start(self, readiness: Readiness) -> None:
         """Starts the reaper of leases and reports readiness."""
+        self._providers.start()
         self._background = (
             asyncio.create_task(self._reap_forever()),
             asyncio.create_task(self._drain(readiness.draining)),
@@ -73,6 +76,7 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
         """Ends all sessions and gives their environments a few seconds to close."""
         for task in self._background:
             task.cancel()
+        self._providers.close()
         await self.calls.end()
 
     async def ListEnvironments(
@@ -123,11 +127,19 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
         finally:
             self._streams.discard(stream)
 
+    async def Attach(
+        self, requests: AsyncIterator[pb.AttachRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.AttachResponse]:
+        """Lets a provider serve sessions."""
+        async for message in self._providers.attach(requests):
+            yield message
+
     async def _drain(self, draining: asyncio.Event) -> None:
         await draining.wait()
         self._draining = True
         for stream in self._streams:
             stream.drain()
+        self._providers.drain()
 
     async def _reap_forever(self) -> None:
         while True:
