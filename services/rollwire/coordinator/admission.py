@@ -8,6 +8,9 @@ old before its turn. With `k = 0` this means: exactly the groups of the step, in
 
     start → RUNNING → complete → COMPLETE → take → TAKEN → advance (step + 1)
                └──────── drop ──────┘  a dropped group frees its place for the next index
+
+A group that was played before it was started, as those that are pushed, counts as started when its weights were new. It
+may then be too late for it: `too_late` says which groups cannot be consumed in time without making others too old.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 class _Group:
     started_at: int
     completed_as: int | None = None
+    early: bool = False
 
 
 class Admission:
@@ -82,12 +86,32 @@ class Admission:
         self._waiting[index] = _Group(started_at=self.step)
         return index
 
-    def complete(self, index: int) -> None:
-        """Notes that all episodes of a group have results."""
+    def complete(self, index: int, played_at: int | None = None) -> None:
+        """Notes that all episodes of a group have results.
+
+        Args:
+            index: The group.
+            played_at: Step at which its weights were new, where that may be before the group was started.
+        """
         group = self._waiting[index]
         assert group.completed_as is None, f"group {index} completed twice"
         group.completed_as = self._completions
         self._completions += 1
+        if played_at is not None and played_at < group.started_at:
+            group.started_at, group.early = played_at, True
+
+    def too_late(self) -> list[int]:
+        """Returns the groups, played before they were started, that have to be dropped so that none becomes too old."""
+        kept = [group.started_at for group in self._waiting.values() if not group.early]
+        late = []
+        for index, group in sorted(self._waiting.items(), key=lambda item: (item[1].started_at, item[0])):
+            if not group.early:
+                continue
+            if self._in_time([*kept, group.started_at], self.step):
+                kept.append(group.started_at)
+            else:
+                late.append(index)
+        return late
 
     def drop(self, index: int) -> None:
         """Gives up a group, running or complete; the next index takes its place."""
@@ -120,9 +144,12 @@ class Admission:
 
     def _leaves_nothing_stale(self, batch: list[int]) -> bool:
         """Tells whether all groups left behind can still be consumed in time, at full batches from the next step on."""
-        left = sorted(group.started_at for index, group in self._waiting.items() if index not in batch)
-        for position, started_at in enumerate(left):
-            consumed_at = self.step + 1 + position // self._groups_per_step
-            if consumed_at > started_at + self._max_staleness:
-                return False
-        return True
+        left = [group.started_at for index, group in self._waiting.items() if index not in batch]
+        return self._in_time(left, self.step + 1)
+
+    def _in_time(self, starts: list[int], step: int) -> bool:
+        """Tells whether groups started at these steps can all be consumed in time, oldest first, from a step on."""
+        return all(
+            step + position // self._groups_per_step <= started_at + self._max_staleness
+            for position, started_at in enumerate(sorted(starts))
+        )

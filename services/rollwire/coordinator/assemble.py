@@ -9,6 +9,7 @@ from typing import Final
 from rollwire.coordinator.admission import Admission
 from rollwire.coordinator.budgets import Budgets, FailureBudget
 from rollwire.coordinator.checkpoints import CheckpointKeeper
+from rollwire.coordinator.external import External
 from rollwire.coordinator.journaled import JournaledTraining
 from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.logprob_gap import Bound, choose_bound
@@ -25,6 +26,7 @@ from rollwire.coordinator.resident import ResidentMemory
 from rollwire.coordinator.rollout_pool import RolloutPool
 from rollwire.coordinator.run_dir import RunDir
 from rollwire.coordinator.scoring import SampleScorer
+from rollwire.coordinator.sources import GroupSource, SourceByTag
 from rollwire.coordinator.status import RunStatus
 from rollwire.coordinator.tracking import Tracker
 from rollwire.coordinator.training import StepTrainer
@@ -75,7 +77,10 @@ def build_parts(
     planner = Planner(config)
     budget = FailureBudget(max(config.batch.groups_per_step, MIN_FAILED_GROUPS))
     admission = Admission(config.batch.groups_per_step, config.max_staleness, config.run.max_steps)
-    pump = RolloutPump(admission, planner, player, ledger, budget, config.max_staleness)
+    external = External(config, found, planner, pool, ledger, status, budgets)
+    sources: dict[str, GroupSource] = {entry.tag: player for entry in config.environments}
+    sources.update(external.sources)
+    pump = RolloutPump(admission, planner, SourceByTag(sources), ledger, budget, config.max_staleness)
     guard = LogprobGuard(
         pool,
         peers.learner,
@@ -89,6 +94,7 @@ def build_parts(
     transcripts = Transcripts(config.model.path) if text_every_steps else None
     stack.callback(tracker.close)
     stack.push_async_callback(pool.close)
+    stack.push_async_callback(external.close)
     stack.push_async_callback(pump.close)
     stack.push_async_callback(guard.close)
     return Parts(
@@ -100,6 +106,7 @@ def build_parts(
         planner=planner,
         pool=pool,
         player=player,
+        external=external,
         pump=pump,
         preparer=preparer,
         training=JournaledTraining(

@@ -19,12 +19,14 @@ class Budgets:
         retry_delay_s: Pause before the second attempt; doubles with each further one.
         lost_s: How long a server that was lost may stay away.
         poll_s: Pause between two looks at a server that was lost or is busy.
+        watch_s: Pause between two looks at the sessions of agents.
     """
 
     attempts: int = 3
     retry_delay_s: float = 0.5
     lost_s: float = 60.0
     poll_s: float = 0.5
+    watch_s: float = 5.0
 
 
 class FailureBudget:
@@ -42,12 +44,13 @@ class FailureBudget:
         """Notes a complete group."""
         self._in_a_row = 0
 
-    def failed(self, description: str, failures: Sequence[trajectory_pb2.EpisodeFailure]) -> None:
+    def failed(self, description: str, failures: Sequence[trajectory_pb2.EpisodeFailure], cause: str = "") -> None:
         """Notes a group that was given up.
 
         Args:
             description: What was given up, for the text.
             failures: Its failed episodes.
+            cause: Why, where it was not for them.
 
         Raises:
             RunError: The limit is passed; the text has the last failure's reason and message.
@@ -55,7 +58,8 @@ class FailureBudget:
         self._in_a_row += 1
         if self._in_a_row <= self.limit:
             return
-        raise RunError(f"{self._in_a_row} groups in a row failed, the last one {description}: {explain(failures)}")
+        why = cause or explain(failures)
+        raise RunError(f"{self._in_a_row} groups in a row failed, the last one {description}: {why}")
 
 
 def explain(failures: Sequence[trajectory_pb2.EpisodeFailure]) -> str:

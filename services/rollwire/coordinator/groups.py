@@ -105,6 +105,14 @@ class Tally:
 class GroupProgress:
     """One group while it is played.
 
+    Its episodes are requested all at once, attempt after attempt, or one by one as agents ask for them.
+
+    Attributes:
+        attempt: Attempts that were made.
+        failures: Episodes that failed, in the order of their results.
+        cause: Why it was given up, where that was not for failures.
+        oldest_step: Step of the oldest weights that drew its tokens, where they may be older than the group's start.
+
     Args:
         plan: The group.
         max_attempts: Times that an episode may be requested.
@@ -115,10 +123,12 @@ class GroupProgress:
         self.plan = plan
         self.attempt = 0
         self.failures: list[trajectory_pb2.EpisodeFailure] = []
+        self.cause = ""
+        self.oldest_step: int | None = None
         self._max_attempts = max_attempts
         self._tally = tally
         self._results: dict[int, trajectory_pb2.Trajectory] = {}
-        self._pending: set[int] = set()
+        self._pending: dict[int, int] = {}  # by episode the attempt at it
 
     @classmethod
     def restored(
@@ -141,6 +151,11 @@ class GroupProgress:
         return len(self._results) == self.plan.episodes
 
     @property
+    def unrequested(self) -> list[int]:
+        """Indices of the episodes without a trajectory that are not being played, ascending."""
+        return [index for index in self.missing if index not in self._pending]
+
+    @property
     def in_attempt(self) -> int:
         """Number of episodes of the attempt in flight that have no result yet."""
         return len(self._pending)
@@ -158,9 +173,37 @@ class GroupProgress:
     def begin_attempt(self) -> list[int]:
         """Starts an attempt at all missing episodes and returns their indices."""
         assert not self._pending, "an attempt began while another one is in flight"
-        self._pending = set(self.missing)
+        self._pending = dict.fromkeys(self.missing, self.attempt)
         self._tally.requested += len(self._pending)
         return sorted(self._pending)
+
+    def begin_episode(self, index: int) -> int:
+        """Starts an attempt at one episode and returns its number."""
+        assert index in self.unrequested, f"episode {index} was requested twice"
+        attempt = sum(failure.episode_index == index for failure in self.failures)
+        self._pending[index] = attempt
+        self._tally.requested += 1
+        self.attempt = max(self.attempt, attempt + 1)
+        return attempt
+
+    def has_attempts_left(self, index: int) -> bool:
+        """Tells whether an episode may be requested again."""
+        return sum(failure.episode_index == index for failure in self.failures) < self._max_attempts
+
+    def adopt(self, trajectories: Sequence[trajectory_pb2.Trajectory], oldest_step: int) -> None:
+        """Counts episodes that were played before the group was, as requested and completed.
+
+        Args:
+            trajectories: Checked trajectories of different episodes of the group.
+            oldest_step: Step of the oldest weights that drew their tokens.
+        """
+        for trajectory in trajectories:
+            assert trajectory.episode_index in self.unrequested, f"episode {trajectory.episode_index} arrived twice"
+            self._results[trajectory.episode_index] = trajectory
+            self.attempt = max(self.attempt, trajectory.attempt + 1)
+        self._tally.requested += len(trajectories)
+        self._tally.completed += len(trajectories)
+        self.oldest_step = oldest_step
 
     def add(self, response: rollout_pb2.RunGroupResponse) -> None:
         """Counts one result.
@@ -170,31 +213,45 @@ class GroupProgress:
         """
         if response.WhichOneof("result") == "trajectory":
             trajectory = response.trajectory
-            check_trajectory(trajectory, self.plan.group_id, self.attempt, self._pending)
-            self._pending.remove(trajectory.episode_index)
+            self.check(trajectory)
+            del self._pending[trajectory.episode_index]
             self._results[trajectory.episode_index] = trajectory
             self._tally.completed += 1
         else:
             self._fail(response.failure)
 
+    def check(self, trajectory: trajectory_pb2.Trajectory) -> None:
+        """Checks a trajectory without counting it. Raises `ProtocolError` as `add` does."""
+        attempt = self._pending.get(trajectory.episode_index, self.attempt)
+        check_trajectory(trajectory, self.plan.group_id, attempt, self._pending)
+
     def fail_pending(self, reason: Reason.ValueType, message: str) -> None:
         """Counts every episode of the attempt that has no result as failed."""
         for index in sorted(self._pending):
-            failure = trajectory_pb2.EpisodeFailure(
-                group_id=self.plan.group_id,
-                episode_index=index,
-                attempt=self.attempt,
-                environment_tag=self.plan.environment_tag,
-                environment_seed=self.plan.environment_seed,
-                reason=reason,
-                message=message,
-            )
-            self._fail(failure)
+            self.fail_episode(index, reason, message)
+
+    def fail_episode(self, index: int, reason: Reason.ValueType, message: str) -> None:
+        """Counts an episode that is being played as failed."""
+        failure = trajectory_pb2.EpisodeFailure(
+            group_id=self.plan.group_id,
+            episode_index=index,
+            attempt=self._pending[index],
+            environment_tag=self.plan.environment_tag,
+            environment_seed=self.plan.environment_seed,
+            reason=reason,
+            message=message,
+        )
+        self._fail(failure)
 
     def withdraw(self) -> None:
         """Takes an attempt back that the server refused because it is full: nothing was played."""
         self._tally.requested -= len(self._pending)
-        self._pending = set()
+        self._pending = {}
+
+    def withdraw_episode(self, index: int) -> None:
+        """Takes the request for one episode back that nobody played."""
+        del self._pending[index]
+        self._tally.requested -= 1
 
     def end_attempt(self) -> None:
         """Ends the attempt; every episode of it must have a result."""
@@ -206,6 +263,6 @@ class GroupProgress:
             raise ProtocolError(
                 f"episode {failure.episode_index} of group {self.plan.group_id} failed but was not pending"
             )
-        self._pending.remove(failure.episode_index)
+        del self._pending[failure.episode_index]
         self.failures.append(failure)
         self._tally.failed[reason_name(failure.reason)] += 1

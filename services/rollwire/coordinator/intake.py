@@ -7,11 +7,15 @@ as the failure of an environment, so it ends the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Final
 
 import numpy as np
 
 from rollwire.v1 import trajectory_pb2
+
+LEFT_BEHIND: Final = -(1 << 32)
+"""Stands for the step of weights that the run has left: older than any bound."""
 
 
 class ProtocolError(Exception):
@@ -123,3 +127,14 @@ def oldest_step(trajectory: trajectory_pb2.Trajectory, lineage: str, current_ste
                 )
             oldest = min(oldest, span.version.step)
     return oldest
+
+
+def oldest_of_stored(trajectories: Sequence[trajectory_pb2.Trajectory], lineage: str, current_step: int) -> int:
+    """Returns the step of the oldest weights of trajectories that were stored earlier.
+
+    `LEFT_BEHIND` when a token comes from weights that the run has left.
+    """
+    try:
+        return min(oldest_step(trajectory, lineage, current_step) for trajectory in trajectories)
+    except ProtocolError:
+        return LEFT_BEHIND

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
+from rollwire.coordinator.arrivals import Arrival, ArrivalState
 from rollwire.coordinator.journal import Journal, JournalStep, WaitingGroup
 from rollwire.coordinator.ledger_schema import (
     CheckpointRecord,
@@ -76,6 +77,26 @@ class Ledger:
     async def drop_group(self, record: GroupRecord, state: GroupState) -> None:
         """Records a group that is given up."""
         await self._write(self._store.drop_group, record, state)
+
+    async def add_arrival(self, arrival: Arrival) -> bool:
+        """Makes a trajectory durable that waits for its group; see `LedgerStore.add_arrival`."""
+        return await self._write(self._store.add_arrival, arrival)
+
+    async def knows_arrival(self, trajectory_id: str) -> bool:
+        """Tells whether a trajectory was accepted before, whatever became of it."""
+        return await self._write(self._store.knows_arrival, trajectory_id)
+
+    async def fate_of_group(self, tag: str, group_id: str) -> ArrivalState | None:
+        """Returns what became of a group of which trajectories arrived; None when none did."""
+        return await self._write(self._store.fate_of_group, tag, group_id)
+
+    async def arrivals(self, tag: str | None = None, group_id: str | None = None) -> list[Arrival]:
+        """Returns the trajectories that wait, of all groups or of one."""
+        return await self._write(self._store.arrivals, tag, group_id)
+
+    async def end_arrivals(self, tag: str, group_id: str, state: ArrivalState) -> None:
+        """Gives up what waits of a group."""
+        await self._write(self._store.end_arrivals, tag, group_id, state)
 
     async def plan_step(self, plan: StepPlan) -> None:
         """Records what a step is about to train."""

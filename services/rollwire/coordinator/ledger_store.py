@@ -15,6 +15,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from rollwire.coordinator.arrivals import (
+    ARRIVALS_SCHEMA,
+    Arrival,
+    ArrivalState,
+    add_arrival,
+    end_arrivals,
+    fate_of_group,
+    knows_arrival,
+    read_arrivals,
+    take_arrivals,
+)
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.groups import reason_name
 from rollwire.coordinator.journal import (
@@ -69,7 +80,7 @@ class LedgerStore:
     def create(self, run: RunRecord) -> int:
         """Writes the schema and the run into a new file and returns the epoch, 1."""
         with self._transaction() as execute:
-            for statement in SCHEMA:
+            for statement in (*SCHEMA, *ARRIVALS_SCHEMA):
                 execute(statement)
             execute(
                 "INSERT INTO run (id, run_id, name, epoch, format_version, config, created, event_dir, working_dir, "
@@ -81,6 +92,8 @@ class LedgerStore:
     def resume(self, config: str) -> Journal:
         """Begins another incarnation of the run, with its configuration, and returns what the earlier ones did."""
         with self._transaction() as execute:
+            for statement in ARRIVALS_SCHEMA:
+                execute(statement)
             execute("UPDATE run SET epoch = epoch + 1, config = ?, state = 'starting'", (config,))
             return read_journal(execute)
 
@@ -123,6 +136,7 @@ class LedgerStore:
             _insert_group(execute, record, "accepted")
             for item in record.trajectories:
                 _insert_trajectory(execute, item, step)
+            take_arrivals(execute, record.trajectories)
         return True
 
     def drop_group(self, record: GroupRecord, state: GroupState) -> None:
@@ -131,6 +145,36 @@ class LedgerStore:
             changed = execute("UPDATE groups SET state = ? WHERE group_id = ?", (state, record.group_id)).rowcount
             if not changed:
                 _insert_group(execute, record, state)
+            end_arrivals(execute, record.environment_tag, record.group_id, "dropped")
+
+    def add_arrival(self, arrival: Arrival) -> bool:
+        """Makes a trajectory durable that waits for its group; returns False when its id was accepted before.
+
+        Raises:
+            LedgerError: Another trajectory waits at its place in the group.
+        """
+        with self._transaction() as execute:
+            return add_arrival(execute, arrival)
+
+    def knows_arrival(self, trajectory_id: str) -> bool:
+        """Tells whether a trajectory was accepted before, whatever became of it."""
+        with self._explained():
+            return knows_arrival(self._connection.execute, trajectory_id)
+
+    def fate_of_group(self, tag: str, group_id: str) -> ArrivalState | None:
+        """Returns what became of a group of which trajectories arrived; None when none did."""
+        with self._explained():
+            return fate_of_group(self._connection.execute, tag, group_id)
+
+    def arrivals(self, tag: str | None = None, group_id: str | None = None) -> list[Arrival]:
+        """Returns the trajectories that wait, of all groups or of one."""
+        with self._explained():
+            return read_arrivals(self._connection.execute, tag, group_id)
+
+    def end_arrivals(self, tag: str, group_id: str, state: ArrivalState) -> None:
+        """Gives up what waits of a group."""
+        with self._transaction() as execute:
+            end_arrivals(execute, tag, group_id, state)
 
     def plan_step(self, plan: StepPlan) -> None:
         """Records what a step is about to train, before the learner is asked. Repeating the same plan changes nothing.

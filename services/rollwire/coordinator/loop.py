@@ -13,6 +13,7 @@ from rollwire.coordinator.batch import Batch
 from rollwire.coordinator.budgets import FailureBudget
 from rollwire.coordinator.checkpoints import CheckpointKeeper
 from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.external import External
 from rollwire.coordinator.journaled import JournaledTraining, Position, tokens_of
 from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.logprob_guard import LogprobGuard
@@ -50,6 +51,7 @@ class Parts:
     planner: Planner
     pool: RolloutPool
     player: GroupPlayer
+    external: External
     pump: RolloutPump
     preparer: BatchPreparer
     training: JournaledTraining
@@ -104,10 +106,12 @@ class StepLoop:
         if not parts.placement.colocated:
             await self._save_first_if_due()
         await self._validate_if_due()
+        await parts.external.begin()
         parts.pump.start(self._at.version)
         while self._at.step < parts.config.run.max_steps and status.stop_cause is None:
             await self._step(self._at.step)
             await self._validate_if_due()
+        parts.external.end()
         await parts.placement.learner()
         await parts.checkpoints.save(self._at.step, self._at.version)
         if self._at.step < parts.config.run.max_steps:
@@ -172,6 +176,7 @@ class StepLoop:
             **batch_metrics(batch),
             **scheduler_metrics(parts.pump.tally, parts.pump.dropped),
             **staleness_metrics(taken.lags),
+            **parts.external.metrics(),
             "scheduler/groups_in_flight": float(parts.pump.in_flight),
             "system/samples": float(self.totals.samples),
             "system/step": float(step),

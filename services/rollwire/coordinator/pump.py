@@ -20,7 +20,7 @@ from rollwire.coordinator.journal import Journal, WaitingGroup
 from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.ledger_schema import GroupRecord
 from rollwire.coordinator.planner import Planner
-from rollwire.coordinator.player import GroupPlayer
+from rollwire.coordinator.sources import GroupSource
 from rollwire.coordinator.tasks import Pulse
 from rollwire.v1 import trajectory_pb2, weights_pb2
 
@@ -47,7 +47,7 @@ class RolloutPump:
     Args:
         admission: Which groups may start.
         planner: What each group is.
-        player: Plays one group.
+        source: Plays one group.
         ledger: Where complete groups become durable.
         budget: Ends the run when groups keep failing.
         max_staleness: Most versions that a trained token may lag.
@@ -57,7 +57,7 @@ class RolloutPump:
         self,
         admission: Admission,
         planner: Planner,
-        player: GroupPlayer,
+        source: GroupSource,
         ledger: Ledger,
         budget: FailureBudget,
         max_staleness: int,
@@ -66,7 +66,7 @@ class RolloutPump:
         self.dropped = 0
         self._admission = admission
         self._planner = planner
-        self._player = player
+        self._source = source
         self._ledger = ledger
         self._budget = budget
         # Stale groups were complete, which the other budget counts as success.
@@ -137,6 +137,8 @@ class RolloutPump:
         while True:
             if self._failure is not None:
                 raise self._failure
+            for index in self._admission.too_late():  # pushed groups: no server is to blame
+                await self._give_up(index, self._complete.pop(index), "stale", blame=False)
             indices = self._admission.ready()
             if indices is None:
                 await self._changed.wait()
@@ -174,16 +176,21 @@ class RolloutPump:
         """Plays one group and records how it ended."""
         # Without staleness every token must come from this very version; with it, a push may come in between.
         required = self._version if self._max_staleness == 0 else None
-        progress = await self._player.play(self._planner.training_group(index), self.tally, required)
+        progress = await self._source.play(self._planner.training_group(index), self.tally, required)
         if not progress.complete:
             await self._give_up(index, progress, "failed")
             return
         await self._ledger.accept_group(_record(progress), self._admission.step)
         self._complete[index] = progress
-        self._admission.complete(index)
+        played_at = None
+        if progress.oldest_step is not None:
+            played_at = self._admission.step - (self._version.step - progress.oldest_step)
+        self._admission.complete(index, played_at)
         self._budget.succeeded()
 
-    async def _give_up(self, index: int, progress: GroupProgress, state: Literal["failed", "stale"]) -> None:
+    async def _give_up(
+        self, index: int, progress: GroupProgress, state: Literal["failed", "stale"], *, blame: bool = True
+    ) -> None:
         """Records a group that is given up and starts the one that takes its place."""
         await self._ledger.drop_group(_record(progress), state)
         self._admission.drop(index)
@@ -191,8 +198,8 @@ class RolloutPump:
         plan = progress.plan
         what = f"{plan.group_id} of {plan.environment_tag}, seed {plan.environment_seed}"
         if state == "failed":
-            self._budget.failed(what, progress.failures)
-        else:
+            self._budget.failed(what, progress.failures, progress.cause)
+        elif blame:
             self._stale_budget.failed(f"{what}, was older than max_staleness", progress.failures)
         self._fill()
 

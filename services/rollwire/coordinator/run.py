@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -34,11 +35,13 @@ from rollwire.rpc.versions import version_text
 from rollwire.serving.config import RunConfig
 from rollwire.serving.config.loader import dump_config
 from rollwire.serving.logs import get_logger
-from rollwire.serving.server import Binding, serving
+from rollwire.serving.server import Binding, ServeError, serving
 from rollwire.v1 import coordinator_pb2, learner_pb2, trajectory_pb2
 
 EXPORT_NAME: Final = "final"
 STATUS_GRACE_S: Final = 1.0
+END_NOTICE_S: Final = 2.0
+"""After its last step a run answers for so long at least: agents and pushers that ask again learn that it has ended."""
 
 # So that the names of checkpoints, which begin with the id, stay names.
 _RUN_ID_CHARS: Final = 30
@@ -103,10 +106,7 @@ async def run_training(
             _check_length(config, journal)
         peers = await stack.enter_async_context(Peers(config))
         service = CoordinatorServer(status, peers)
-        await stack.enter_async_context(
-            serving(service, Binding(ready_file=run_dir.address_file), grace_s=STATUS_GRACE_S)
-        )
-        stack.callback(run_dir.address_file.unlink, missing_ok=True)
+        await _serve(config, run_dir, status, service, stack)
         status.begin_phase("waiting for the servers")
         await peers.wait_ready(config.timeouts.ready_s)
         found = await peers.describe()
@@ -115,6 +115,7 @@ async def run_training(
             status.notice(f"the learner is at {version_text(found.learner.version)}; the run goes on from there")
         budgets = budgets or Budgets()
         parts = build_parts(config, run_dir, status, ledger, peers, found, budgets, children, stack)
+        service.external = parts.external
         status.began = True
         if status.stop_cause is None:
             status.state = coordinator_pb2.RUN_STATE_RUNNING
@@ -128,8 +129,11 @@ async def run_training(
             position = await resumption.run(found.learner)
         loop = StepLoop(parts, position)
         await loop.run()
+        ended_s = time.monotonic()
         status.begin_phase("exporting")
         path = await _export(peers, fence)
+        if parts.external.sources:
+            await asyncio.sleep(max(0.0, ended_s + END_NOTICE_S - time.monotonic()))
         return RunSummary(loop.totals, status.step, status.elapsed_s, path, status.stop_cause)
 
 
@@ -170,6 +174,25 @@ async def _ledger(
         with suppress(RunError):  # what ended the run says more than that the ledger cannot be written
             await ledger.set_state(end)
         await ledger.close()
+
+
+async def _serve(
+    config: RunConfig, run_dir: RunDir, status: RunStatus, service: CoordinatorServer, stack: AsyncExitStack
+) -> None:
+    """Serves the coordinator's own service until the stack is closed. Raises `RunError`."""
+    place = config.coordinator
+    binding = Binding(place.host, place.port, place.insecure, ready_file=run_dir.address_file)
+    try:
+        running = await stack.enter_async_context(serving(service, binding, grace_s=STATUS_GRACE_S))
+    except ServeError as error:
+        raise RunError(
+            f"the coordinator cannot listen on coordinator.host={place.host}, coordinator.port={place.port}: the port "
+            "is in use or the address is not local; choose another one, or port 0 for a free one"
+        ) from error
+    stack.callback(run_dir.address_file.unlink, missing_ok=True)
+    outside = sorted({entry.source for entry in config.environments} - {"environment"})
+    if outside:
+        status.notice(f"the coordinator listens on {running.address} (for entries with source {' and '.join(outside)})")
 
 
 def _check_length(config: RunConfig, journal: Journal) -> None:

@@ -38,6 +38,17 @@ def sampling_seed(run_seed: int, split: Split, tag: str, index: int) -> int:
     return _derive(run_seed, "sampling", split, tag, index)
 
 
+def episode_seed(group_seed: int, episode_index: int, attempt: int) -> int:
+    """Returns the seed that the sampling of an agent's episode starts from; each attempt has its own.
+
+    Args:
+        group_seed: Sampling seed of the group.
+        episode_index: Position in the group.
+        attempt: Attempt at the episode.
+    """
+    return _derive(group_seed, "episode", "train", str(attempt), episode_index)
+
+
 def shuffle_seed(run_seed: int, step: int) -> int:
     """Returns the seed with which the learner divides the batch of training step `step` (from 0)."""
     return _derive(run_seed, "shuffle", "train", "", step)

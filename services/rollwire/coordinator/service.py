@@ -1,18 +1,23 @@
-"""`CoordinatorService`: shows and stops the run. Holds no state of its own."""
+"""`CoordinatorService`: shows and stops the run, lets agents and pushers in. Holds no state of its own."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Final
 
+import grpc
 import grpc.aio
 
 from rollwire.client.base import ServiceClient
 from rollwire.client.learner import LearnerClient
 from rollwire.client.rollout import RolloutClient
+from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.external import External
 from rollwire.coordinator.peers import Peers
+from rollwire.coordinator.run_gate import starting
 from rollwire.coordinator.status import RunStatus
-from rollwire.rpc.errors import RollwireError, invalid_field
+from rollwire.rpc.errors import Reason, RollwireError, invalid_field
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
 from rollwire.serving.server import Readiness
 from rollwire.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -22,7 +27,10 @@ ASK_TIMEOUT_S: Final = 3.0
 
 
 class CoordinatorServer(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Serves the status of one run.
+    """Serves one run.
+
+    Attributes:
+        external: The outside of the run; None while it is starting.
 
     Args:
         status: State of the run.
@@ -33,6 +41,7 @@ class CoordinatorServer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     message_bytes = INTERNAL_MESSAGE_BYTES
 
     def __init__(self, status: RunStatus, peers: Peers) -> None:
+        self.external: External | None = None
         self._status = status
         self._peers = peers
 
@@ -75,6 +84,41 @@ class CoordinatorServer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             raise invalid_field("cause", request.cause, f"at most {MAX_CAUSE_CHARS} characters")
         self._status.request_stop(request.cause)
         return coordinator_pb2.StopResponse(state=self._status.state)
+
+    async def OpenAgentSession(
+        self, request: coordinator_pb2.OpenAgentSessionRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.OpenAgentSessionResponse:
+        """Gives an agent a task and access to the policy."""
+        return await self._outside().open_agent_session(request)
+
+    async def CloseAgentSession(
+        self, request: coordinator_pb2.CloseAgentSessionRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.CloseAgentSessionResponse:
+        """Ends a session with its reward, or as failed."""
+        return await self._outside().close_agent_session(request)
+
+    async def GetSubmissionTerms(
+        self, request: coordinator_pb2.GetSubmissionTermsRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.GetSubmissionTermsResponse:
+        """Says what pushed trajectories must look like."""
+        return await self._outside().submission_terms(request.environment_tag)
+
+    async def SubmitTrajectories(
+        self,
+        request_iterator: AsyncIterator[coordinator_pb2.SubmitTrajectoriesRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[coordinator_pb2.SubmitTrajectoriesResponse]:
+        """Takes pushed trajectories in and answers each with its fate."""
+        try:
+            async for response in self._outside().submit(request_iterator):
+                yield response
+        except RunError as error:  # the ledger cannot be written, which the run will notice as well
+            raise RollwireError(grpc.StatusCode.INTERNAL, Reason.STORAGE_FAILED, str(error)) from error
+
+    def _outside(self) -> External:
+        if self.external is None:
+            raise starting()
+        return self.external
 
 
 async def service_status(

@@ -227,8 +227,8 @@ class RunConfig(Section):
             if (entry.max_new_tokens_per_turn or 0) >= self.rollout.max_episode_tokens:
                 raise ValueError(
                     f"environments entry {entry.tag!r} has max_new_tokens_per_turn {entry.max_new_tokens_per_turn}, "
-                    f"but an episode holds rollout.max_episode_tokens={self.rollout.max_episode_tokens} tokens, prompts "
-                    "included; raise the latter"
+                    f"but an episode holds rollout.max_episode_tokens={self.rollout.max_episode_tokens} tokens, "
+                    "prompts included; raise the latter"
                 )
         episodes = self.batch.groups_per_step * self.batch.episodes_per_group
         if self.learner.optimizer_steps_per_batch > episodes:

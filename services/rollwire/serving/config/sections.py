@@ -347,3 +347,13 @@ class CoordinatorSection(Section):
 
     insecure: bool = False
     """Confirms that anyone who reaches the port may call the coordinator."""
+
+    @model_validator(mode="after")
+    def _exposed(self) -> CoordinatorSection:
+        loopback = self.host in ("localhost", "::1", "[::1]") or self.host.startswith("127.")
+        if not loopback and not self.insecure:
+            raise ValueError(
+                f"coordinator.host is {self.host!r}: anyone who reaches that address could call the coordinator; keep "
+                "127.0.0.1, or set coordinator.insecure=true if the network is private and trusted"
+            )
+        return self

@@ -1,0 +1,77 @@
+"""Groups whose episodes are pushed: each training group takes the next complete one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+from rollwire.coordinator.groups import GroupPlan, GroupProgress, Tally
+from rollwire.coordinator.ledger import Ledger
+from rollwire.coordinator.pushed_groups import PushedGroup, PushedGroups
+from rollwire.coordinator.submissions import LOOK_S, Submissions
+from rollwire.v1 import trajectory_pb2, weights_pb2
+
+
+class PushedSource:
+    """Takes groups that were pushed; a `GroupSource`.
+
+    Args:
+        groups: The groups that wait.
+        submissions: Takes them in.
+        ledger: Has their trajectories.
+        group_timeout_s: How long a training group waits for one.
+    """
+
+    def __init__(self, groups: PushedGroups, submissions: Submissions, ledger: Ledger, group_timeout_s: float) -> None:
+        self._groups = groups
+        self._submissions = submissions
+        self._ledger = ledger
+        self._group_timeout_s = group_timeout_s
+        self._wanting: Counter[str] = Counter()
+
+    def wanted(self, tag: str) -> int:
+        """Returns how many groups of a tag the run could use now beside those that wait."""
+        return max(0, self._wanting[tag] - self._groups.waiting(tag))
+
+    async def play(
+        self, plan: GroupPlan, tally: Tally, required_version: weights_pb2.WeightVersion | None
+    ) -> GroupProgress:
+        """Waits for a complete group and takes it; gives up when none comes for too long.
+
+        Without staleness only groups of the newest version wait, which is the required one.
+        """
+        self._wanting[plan.environment_tag] += 1
+        try:
+            group = await self._next_group(plan.environment_tag)
+        finally:
+            self._wanting[plan.environment_tag] -= 1
+        if group is None:
+            progress = GroupProgress(plan, 1, tally)
+            progress.cause = (
+                f"no complete group was pushed as {plan.environment_tag} during timeouts.group_s="
+                f"{self._group_timeout_s:g} s; start a pusher, or raise the limit"
+            )
+            return progress
+        self._submissions.changed.fire()  # there is room
+        trajectories = [arrival.trajectory for arrival in await self._ledger.arrivals(group.tag, group.group_id)]
+        progress = GroupProgress(replace(plan, environment_seed=group.seed), 1, tally)
+        progress.adopt([_renamed(item, plan) for item in trajectories], group.oldest_step)
+        return progress
+
+    async def _next_group(self, tag: str) -> PushedGroup | None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._group_timeout_s
+        while loop.time() < end:
+            await self._submissions.clear_out()
+            group = self._groups.take(tag)
+            if group is not None:
+                return group
+            await self._submissions.wait(min(LOOK_S, max(0.0, end - loop.time())))
+        return None
+
+
+def _renamed(trajectory: trajectory_pb2.Trajectory, plan: GroupPlan) -> trajectory_pb2.Trajectory:
+    """Gives a trajectory the group's own identifier: the pusher's may be that of another group of the run."""
+    trajectory.group_id, trajectory.attempt = plan.group_id, 0
+    return trajectory
