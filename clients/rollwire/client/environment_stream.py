@@ -171,8 +171,8 @@ class SessionStream:
         if error.code is grpc.StatusCode.UNIMPLEMENTED:
             self._unsupported = True
             _fail(self._book.take_all(), None)
-        elif error.code not in _BROKEN:
-            # The server refused the stream for what one of the calls holds: each has to answer for itself.
+        elif error.code not in _BROKEN or error.reason == Reason.INTERNAL:
+            # The server ended the stream for what one of the calls holds: each has to answer for itself.
             _fail(self._book.take_sent(), None)
         else:
             _fail(self._book.repeat(), error)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rollwire.client.environment import EnvironmentClient
+from rollwire.client.environment_stream import SessionStream
 from rollwire.rpc.errors import Reason, RollwireError, exhausted, not_found
 from rollwire.v1 import environment_pb2
 
@@ -21,14 +22,19 @@ class EnvironmentServer:
 
     Attributes:
         client: Its client.
+        calls: The calls of all its sessions, over one stream.
         sessions: Sessions that this process has open there, or is opening.
         catalogue: What it offers, once asked.
     """
 
     client: EnvironmentClient
+    calls: SessionStream = field(init=False)
     sessions: int = 0
     catalogue: Mapping[str, environment_pb2.EnvironmentDescription] | None = None
     _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.calls = SessionStream(self.client)
 
     async def describe(self, tag: str) -> environment_pb2.EnvironmentDescription:
         """Returns the description of a tag; the catalogue is asked for again when it lacks the tag.
@@ -95,6 +101,7 @@ class EnvironmentPool:
         raise failure
 
     async def close(self) -> None:
-        """Closes all channels."""
+        """Closes all streams and channels."""
         for server in self._servers.values():
+            await server.calls.close()
             await server.client.close()

@@ -75,7 +75,7 @@ class Session:
             EpisodeFailed: The environment or its server failed, or answered something outside the contract.
         """
         try:
-            answer = await self.server.client.step(self.start.session_id, turn, action, timeout_s=self._step_timeout_s)
+            answer = await self.server.calls.step(self.start.session_id, turn, action, timeout_s=self._step_timeout_s)
         except RollwireError as error:
             raise _failed(error, self.server.client.target) from error
         _check_failure(answer)
@@ -87,7 +87,7 @@ class Session:
         while True:
             await asyncio.sleep(_RENEW_S)
             try:
-                await self.server.client.renew_session(self.start.session_id)
+                await self.server.calls.renew_session(self.start.session_id)
             except RollwireError as error:
                 _log.warning("a session lease was not renewed", target=self.server.client.target, error=str(error))
 
@@ -153,13 +153,13 @@ class SessionOpener:
             options=options,
             lease=Duration(seconds=LEASE_S),
         )
-        start = await server.client.open_session(request, timeout_s=self._step_timeout_s)
+        start = await server.calls.open_session(request, timeout_s=self._step_timeout_s)
         _check_failure(start)
         return Session(server, description, start, self._step_timeout_s)
 
     async def _close(self, session: Session) -> None:
         try:
-            await session.server.client.close_session(session.start.session_id, timeout_s=_CLOSE_TIMEOUT_S)
+            await session.server.calls.close_session(session.start.session_id, timeout_s=_CLOSE_TIMEOUT_S)
         except RollwireError as error:
             _log.info("a session was left to its lease", target=session.server.client.target, error=str(error))
         finally:

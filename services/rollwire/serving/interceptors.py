@@ -182,6 +182,9 @@ async def _abort(method: str, error: Exception, context: Context) -> NoReturn:
     """Ends the call with the status for `error`."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, NotImplementedError) and context.code() == grpc.StatusCode.UNIMPLEMENTED:
+        # What generated code does about a method that the servicer lacks; clients have other ways then.
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not offer {method}")
     told = answerable(method, error)
     if context.cancelled() or context.done():
         raise asyncio.CancelledError
