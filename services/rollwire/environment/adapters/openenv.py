@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import urlsplit
 
@@ -84,19 +85,21 @@ class OpenEnv:
         self.metrics_agg_mode = {"action_is_valid": "mean", "format_penalty": "mean"}
         if success_reward is not None:
             self.metrics_agg_mode["success"] = "last"
+        self._connection = ExitStack()
         self._socket: Any = None
         self._text = ""
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Connects and starts an episode; the seed is folded to 32 bits."""
         try:
-            self._socket = self._websockets.connect(
+            connection = self._websockets.connect(
                 self._url,
                 open_timeout=self._connect_timeout_s,
                 close_timeout=1.0,
                 max_size=_MAX_MESSAGE_BYTES,
                 proxy=None,
             )
+            self._socket = self._connection.enter_context(connection)
         except (OSError, self._errors.WebSocketException) as error:
             raise OpenEnvError(f"no OpenEnv server answers at {self._url}: {type(error).__name__}: {error}") from error
         reply = self._called("reset", {"seed": seed_of_32_bits(seed), **self._reset_options})
@@ -118,8 +121,7 @@ class OpenEnv:
 
     def close(self) -> None:
         """Ends the session on the server."""
-        if self._socket is not None:
-            self._socket.close()
+        self._connection.close()
 
     def _message(self, value: Any) -> dict[str, Any]:
         if self._field:
