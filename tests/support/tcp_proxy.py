@@ -12,13 +12,14 @@ class TcpProxy:
 
     Attributes:
         address: Where it listens.
+        target: `host:port` that new connections are passed on to.
         open: Whether new connections are passed on; else they are dropped at once.
     """
 
     def __init__(self, target: str) -> None:
         self.address = ""
         self.open = True
-        self._target = target
+        self.target = target
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -31,7 +32,7 @@ class TcpProxy:
         if not self.open:
             writer.transport.abort()
             return
-        host, _, port = self._target.rpartition(":")
+        host, _, port = self.target.rpartition(":")
         try:
             there, back = await asyncio.open_connection(host, int(port))
         except OSError:

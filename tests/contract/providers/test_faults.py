@@ -132,17 +132,20 @@ async def test_a_provider_that_returns_after_the_lease_closes_what_it_had(
 
 
 async def test_the_server_restarts(serve: Serve, provide: Provide, games: ModuleType) -> None:
-    async with serve() as client, tcp_proxy(client.target) as proxy:
-        async with provide(proxy.address, {"Count": games.Counting}):
-            await offered(client, "Count")
-            await client.open_session(opening("Count"))
-            async with serve() as other:
-                proxy._target = other.target
-                proxy.cut()
-                await offered(other, "Count")
-                await until(lambda: "closed at 0" in games.log)  # the new server does not know it
-                assert (await other.open_session(opening("Count", seed=4))).observation == "seed 4"
-                proxy.cut()
+    async with (
+        serve() as client,
+        tcp_proxy(client.target) as proxy,
+        provide(proxy.address, {"Count": games.Counting}),
+    ):
+        await offered(client, "Count")
+        await client.open_session(opening("Count"))
+        async with serve() as other:
+            proxy.target = other.target
+            proxy.cut()
+            await offered(other, "Count")
+            await until(lambda: "closed at 0" in games.log)  # the new server does not know it
+            assert (await other.open_session(opening("Count", seed=4))).observation == "seed 4"
+            proxy.cut()
 
 
 async def test_two_programs_with_one_name(serve: Serve) -> None:
