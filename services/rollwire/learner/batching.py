@@ -38,6 +38,11 @@ class Budget:
             return packed_batches(lengths, self.micro_batch_tokens)
         return micro_batches(lengths, self.micro_batch_tokens, self.pass_cost_tokens)
 
+    def work(self, lengths: Sequence[int], batch: Sequence[int], *, packed: bool = False) -> int:
+        """Returns the work of a pass in tokens: its own and its padding, and its fixed cost."""
+        tokens = sum(lengths[index] for index in batch) if packed else padded_tokens(lengths, [batch])
+        return tokens + self.pass_cost_tokens
+
 
 def pass_cost_tokens(device_type: str) -> int:
     """Returns the fixed cost of a forward and backward pass on a kind of device, in tokens."""
