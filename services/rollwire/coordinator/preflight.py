@@ -34,7 +34,8 @@ def _check_environments(config: RunConfig, target: str, catalogue: environment_p
         if entry.source == "environment" and entry.tag not in offered:
             raise RunError(
                 f"environments names the tag {entry.tag!r}, which the environment server at {target} does not offer; "
-                f"it offers {', '.join(offered)}. Define further tags under environment.definitions"
+                f"it offers {', '.join(offered)}. Define further tags under environment.definitions, or start a "
+                "provider that serves it"
             )
 
 

@@ -24,6 +24,7 @@ from rollwire.coordinator.logged import read_logged
 from rollwire.coordinator.loop import StepLoop
 from rollwire.coordinator.peers import Peers
 from rollwire.coordinator.preflight import check_fit
+from rollwire.coordinator.provider_wait import wait_for_tags
 from rollwire.coordinator.resume import Resumption
 from rollwire.coordinator.run_dir import RunDir
 from rollwire.coordinator.service import CoordinatorServer
@@ -109,6 +110,7 @@ async def run_training(
         await _serve(config, run_dir, status, service, stack)
         status.begin_phase("waiting for the servers")
         await peers.wait_ready(config.timeouts.ready_s)
+        await wait_for_tags(config, peers, status)
         found = await peers.describe()
         check_fit(config, found)
         if found.learner.version.step and journal is None:
