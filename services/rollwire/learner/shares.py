@@ -32,9 +32,9 @@ class Pass:
 def passes(lengths: Sequence[int], budget: Budget, ranks: Ranks, *, packed: bool = False) -> list[Pass]:
     """Divides samples among the ranks and this rank's samples into passes; every rank gets as many passes.
 
-    Of two divisions the one is taken whose heaviest rank has less work: samples dealt out by their tokens and each share
-    divided into micro-batches, or the micro-batches that one rank would make, dealt out as wholes. The second pads less,
-    the first is finer.
+    Of two divisions the one is taken whose heaviest rank has less work: samples dealt out by their tokens and each
+    share divided into micro-batches, or the micro-batches that one rank would make, dealt out as wholes. The second pads
+    less, the first is finer.
 
     Args:
         lengths: Tokens of each sample, >= 1; the same on all ranks.
@@ -79,7 +79,7 @@ def _batches_dealt(lengths: Sequence[int], budget: Budget, shares: int, *, packe
 
 
 def evened(weights: Sequence[int], shares: list[list[int]]) -> list[list[int]]:
-    """Improves a division: takes from the heaviest share and gives to the lightest, as long as the heaviest gets lighter.
+    """Improves a division: takes from the heaviest share and gives to the lightest while that makes the former lighter.
 
     Each round moves one item, or exchanges two, such that the heavier of the two shares is then as light as possible.
     """
