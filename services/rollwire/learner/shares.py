@@ -33,8 +33,8 @@ def passes(lengths: Sequence[int], budget: Budget, ranks: Ranks, *, packed: bool
     """Divides samples among the ranks and this rank's samples into passes; every rank gets as many passes.
 
     Of two divisions the one is taken whose heaviest rank has less work: samples dealt out by their tokens and each
-    share divided into micro-batches, or the micro-batches that one rank would make, dealt out as wholes. The second pads
-    less, the first is finer.
+    share divided into micro-batches, or the micro-batches that one rank would make, dealt out as wholes. The second
+    pads less, the first is finer.
 
     Args:
         lengths: Tokens of each sample, >= 1; the same on all ranks.
