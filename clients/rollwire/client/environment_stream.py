@@ -99,7 +99,7 @@ class SessionStream:
         self, request: pb.OpenSessionRequest, *, timeout_s: float | None = None
     ) -> pb.OpenSessionResponse:
         """Starts a session."""
-        received: pb.OpenSessionResponse = await self._call("open", request, timeout_s)
+        received: pb.OpenSessionResponse = await self.call("open", request, timeout_s=timeout_s)
         # Kept for a whole episode: a part of a received message keeps all of it.
         response = pb.OpenSessionResponse()
         response.CopyFrom(received)
@@ -108,7 +108,7 @@ class SessionStream:
     async def step(self, session_id: str, turn: int, action: str, *, timeout_s: float | None = None) -> pb.StepResponse:
         """Plays turn number `turn` (from 0); a repeat of the latest turn returns the same reply."""
         request = pb.StepRequest(session_id=session_id, turn=turn, action=action)
-        response: pb.StepResponse = await self._call("step", request, timeout_s)
+        response: pb.StepResponse = await self.call("step", request, timeout_s=timeout_s)
         return response
 
     async def renew_session(
@@ -118,7 +118,7 @@ class SessionStream:
         request = pb.RenewSessionRequest(session_id=session_id)
         if lease_s is not None:
             request.lease.FromNanoseconds(int(lease_s * 1e9))
-        response: pb.RenewSessionResponse = await self._call("renew", request, timeout_s)
+        response: pb.RenewSessionResponse = await self.call("renew", request, timeout_s=timeout_s)
         return response
 
     async def render(
@@ -126,14 +126,15 @@ class SessionStream:
     ) -> pb.RenderResponse:
         """Draws the current state."""
         request = pb.RenderRequest(session_id=session_id, format=render_format)
-        response: pb.RenderResponse = await self._call("render", request, timeout_s)
+        response: pb.RenderResponse = await self.call("render", request, timeout_s=timeout_s)
         return response
 
     async def close_session(self, session_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a session; unknown sessions are no error."""
-        await self._call("close", pb.CloseSessionRequest(session_id=session_id), timeout_s)
+        await self.call("close", pb.CloseSessionRequest(session_id=session_id), timeout_s=timeout_s)
 
-    async def _call(self, kind: str, request: Any, timeout_s: float | None) -> Any:
+    async def call(self, kind: str, request: Any, *, timeout_s: float | None = None) -> Any:
+        """Makes a call by the name that it has in `SessionCall`: open, step, renew, close or render."""
         if self._closed:
             raise _closed_error()
         loop = asyncio.get_running_loop()
