@@ -61,7 +61,7 @@ class Sokoban:
         action_pattern: str = ANSWER_PATTERN,
         special_token_list: Sequence[str] = SPECIAL_TOKENS,
         symbols: str = SYMBOLS,
-        env_instruction: str = INSTRUCTIONS,
+        env_instruction: str | None = None,
         observation_images: bool = False,
     ) -> None:
         """Checks the settings; call `reset` before the first turn.
@@ -75,7 +75,7 @@ class Sokoban:
             action_pattern: Regular expression (dot matches newline) whose last group is the action.
             special_token_list: Texts removed from a response before it is parsed.
             symbols: Seven different characters for wall, empty, target, box on target, box, player, player on target.
-            env_instruction: Instructions shown with the first observation, before the meaning of the symbols.
+            env_instruction: Instructions shown with the first observation; not set: ROLL's, with these symbols.
             observation_images: Whether each observation comes with a picture too.
 
         Raises:
@@ -102,8 +102,12 @@ class Sokoban:
         self._answers = AnswerReader(action_pattern, special_token_list)
         meanings = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in zip(symbols, _MEANINGS, strict=True))
         self._instructions = (
-            f"{env_instruction}\nThe meaning of each symbol in the state is:\n{meanings}\n"
-            f"Your available actions are:\n{', '.join(ACTIONS)}"
+            env_instruction
+            if env_instruction is not None
+            else (
+                f"{INSTRUCTIONS}\nThe meaning of each symbol in the state is:\n{meanings}\n"
+                f"Your available actions are:\n{', '.join(ACTIONS)}"
+            )
         )
         self._room: Room | None = None
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollwire.environment.frozen_lake import ANSWER_PATTERN, THINK_PATTERN, FrozenLake, FrozenLakeThink
+from rollwire.environment.answers import ANSWER_PATTERN, THINK_PATTERN
+from rollwire.environment.frozen_lake import FrozenLake, FrozenLakeThink
 
 PIECES = ["<answer>", "</answer>", "<think>", "</think>", " ", "\n", "Left", "up", "<", ">"]
 HOSTILE = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from rollwire.environment.frozen_lake import ANSWER_PATTERN, THINK_PATTERN
+from rollwire.environment.answers import ANSWER_PATTERN, THINK_PATTERN
 from rollwire.rollout.prompts import SYSTEM_TEMPLATE, TURN_TEMPLATE
 
 _MANAGERS: Final = "roll.pipeline.agentic.env_manager"
@@ -24,7 +24,12 @@ _VARIABLES: Final = {
 _SOKOBANS: Final[Mapping[str, Mapping[str, Any]]] = {
     "SimpleSokoban": {"dim_room": [6, 6], "num_boxes": 1},
     "LargerSokoban": {"dim_room": [10, 10], "num_boxes": 2, "search_depth": 10},
-    "SokobanDifferentGridVocab": {"dim_room": [6, 6], "num_boxes": 1, "search_depth": 30},
+    "SokobanDifferentGridVocab": {
+        "dim_room": [6, 6],
+        "num_boxes": 1,
+        "search_depth": 30,
+        "grid_lookup": dict(enumerate("W.GCBA@")),
+    },
 }
 # The prompt of one turn of StepEnvManager is not Rollwire's; what matters are the fields that it fills in.
 _STEP_TEMPLATE: Final = (

@@ -7,13 +7,13 @@ from typing import Final
 
 from rollwire.cli.import_roll.account import Fate
 from rollwire.cli.import_roll.conversion import Conversion
-from rollwire.cli.import_roll.environments import ENVIRONMENTS, PlayedTags, describe
+from rollwire.cli.import_roll.environments import PlayedTags, describe
 
 _MANAGER: Final = "val_env_manager"
 
 
 def map_validation(conversion: Conversion, tags: PlayedTags) -> None:
-    """Maps validation. Rollwire validates the tags that it trains, each on the same number of start states."""
+    """Maps validation. Rollwire validates every entry of `environments`, each on the same number of start states."""
     every = conversion.integer("eval_steps", -1)
     if every <= 0:
         conversion.put("validation.episodes", 0, "eval_steps")
@@ -46,8 +46,8 @@ def _episodes(conversion: Conversion, tags: PlayedTags) -> None:
     total = sum(_groups(conversion))
     shares = {tag: batch * share / total for tag, share in tags.validation.items()}
     episodes = math.ceil(max(shares.values()))
-    same = all(share == episodes for share in shares.values()) and set(shares) == set(tags.train)
-    change = "" if same else f"every tag that is trained is validated on {episodes} start states"
+    same = all(share == episodes for share in shares.values()) and set(shares) == set(tags.all)
+    change = "" if same else f"every tag that is played is validated on {episodes} start states"
     conversion.put("validation.episodes", episodes, *keys, change=change)
 
 
@@ -60,16 +60,7 @@ def _tags(conversion: Conversion, tags: PlayedTags) -> None:
     key = f"{_MANAGER}.tags"
     wanted = list(dict.fromkeys(conversion.value(key) or ()))
     others = [tag for tag in wanted if tag not in tags.validation]
-    playable = [tag for tag in others if _is_playable(conversion, tag)]
-    reasons = [f"{tag} is not trained, and only trained tags are validated" for tag in playable]
-    rest = [tag for tag in others if tag not in playable]
-    if rest:
-        reasons.insert(0, describe(conversion, rest))
-    if reasons:
-        conversion.mark(key, Fate.UNSUPPORTED, ", ".join(reasons))
+    if others:
+        conversion.mark(key, Fate.UNSUPPORTED, describe(conversion, others))
     else:
         conversion.used(key)
-
-
-def _is_playable(conversion: Conversion, tag: str) -> bool:
-    return conversion.text(("custom_envs", tag, "env_type")) in ENVIRONMENTS

@@ -64,7 +64,7 @@ def test_an_interpolation_without_a_value_fails_only_where_the_value_is_needed(t
     result = converted(tmp_path, {"track_with": "wandb", "tracker_kwargs": {"api_key": "${oc.env:NO_SUCH_VARIABLE}"}})
     assert told(result, "tracker_kwargs.api_key").startswith("Unsupported")
     result = converted(tmp_path, {"custom_envs.Other": {"env_type": "frozen_lake", "agent_template": "${nowhere}"}})
-    assert "no group of training" in told(result, "custom_envs.Other.agent_template")
+    assert "no group plays" in told(result, "custom_envs.Other.agent_template")
 
 
 def test_values_that_may_be_secret_are_not_printed(tmp_path: Path) -> None:
@@ -113,8 +113,8 @@ def test_a_missing_file_says_so(tmp_path: Path) -> None:
         ({"train_env_manager.tags": ["Nowhere"]}, "'Nowhere' is played, but custom_envs does not define it"),
         ({"train_env_manager.tags": []}, "allowed: a list of tags"),
         (
-            {"custom_envs.FrozenLake": "${custom_env.SimpleSokoban}"},
-            "none of the tags .*FrozenLake \\(env_type sokoban",
+            {"custom_envs.FrozenLake": "${custom_env.WebShopEnv}"},
+            "none of the tags .*FrozenLake \\(env_type webshop",
         ),
         ({"sequence_length": None}, "sets neither sequence_length nor response_length"),
         ({"pretrain": None}, "names no model; set pretrain"),

@@ -26,6 +26,13 @@ FURTHER: list[dict[str, Any]] = [
     {"adv_estimator": "gae", "critic": {"model_args": {"model_name_or_path": "/models/critic"}}},
     {"actor_train.worker_cls": PG_WORKER, "actor_train.pg_variant": "cispo"},
     {"actor_infer.generating_args.top_p": 0.9, "actor_infer.generating_args.top_k": 20},
+    {
+        "custom_envs.FrozenLake": {
+            "env_type": "game:Sudoku-v0",
+            "max_steps": 9,
+            "env_config": {"max_steps": 5, "scale": 4},
+        }
+    },
 ]
 """What the fixtures leave out."""
 

@@ -9,7 +9,8 @@ import pytest
 from roll_files import FIXTURES, QUICK_START, converted, setting, told
 
 from rollwire.cli.import_roll.convert import convert
-from rollwire.serving.config import RunConfig
+from rollwire.environment.registry import load_registry
+from rollwire.serving.config import ConfigError, RunConfig
 
 NORMALISATION = "reward_normalization"
 PG_WORKER = {"actor_train.worker_cls": "roll.pipeline.agentic.agentic_actor_pg_worker.ActorWorker"}
@@ -72,22 +73,70 @@ def test_the_frozen_lake_examples_keep_their_arithmetic(
     assert (f"{servers} rollout servers" in about_devices) == (servers > 1)
     assert config.placement == ("separate" if name == "async" else "colocated")
     assert config.rollout.vllm.sleep_mode == (name != "async")
-    assert [entry.tag for entry in config.environments] == ["FrozenLake"]
+    assert [entry.tag for entry in config.environments if entry.weight > 0] == ["FrozenLake"]
 
 
-def test_tags_without_an_environment_are_named_and_the_rest_converts() -> None:
+def test_tags_that_only_validation_plays_get_no_weight() -> None:
     result = convert(FIXTURES / "base.yaml")
-    about = told(result, "val_env_manager.tags")
-    assert about.startswith("Unsupported")
-    assert "SimpleSokoban and LargerSokoban and SokobanDifferentGridVocab: env_type sokoban is not in Rollwire" in about
+    assert setting(result, "environments") == [
+        {"tag": "FrozenLake"},
+        {"tag": "SimpleSokoban", "weight": 0.0},
+        {"tag": "LargerSokoban", "weight": 0.0},
+        {"tag": "SokobanDifferentGridVocab", "weight": 0.0},
+    ]
     assert setting(result, "validation.episodes") == 256
+    assert told(result, "val_env_manager.tags") == told(result, "val_batch_size") == ""
     assert "FrozenLakeLocallyDefineExamples" not in setting(result, "environment.definitions")
-
-
-def test_validation_of_sokoban_alone_is_off() -> None:
     result = convert(FIXTURES / "single_node_demo.yaml")
-    assert setting(result, "validation.episodes") == 0
-    assert "validation is off" in told(result, "val_batch_size")
+    assert setting(result, "validation.episodes") == 8
+    assert "every tag that is played is validated on 8 start states" in told(result, "val_batch_size")
+
+
+def test_what_is_converted_can_be_constructed() -> None:
+    environment = fixture("base").environment
+    found = load_registry(environment).environments
+    assert found["SimpleSokoban"].options["dim_room"] == [6, 6]
+    larger = found["LargerSokoban"].factory(**found["LargerSokoban"].options)
+    assert (larger.max_turns, len(larger.reset(1)[0].splitlines())) == (10, 10)
+    letters = found["SokobanDifferentGridVocab"].factory(**found["SokobanDifferentGridVocab"].options)
+    assert letters.reset(1)[0].splitlines()[0] == "WWWWWW"
+
+
+def test_tags_without_an_environment_are_named_and_the_rest_converts(tmp_path: Path) -> None:
+    result = converted(tmp_path, {"custom_envs.SimpleSokoban": "${custom_env.WebShopEnv}"}, base="base")
+    about = told(result, "val_env_manager.tags")
+    assert about == "Unsupported: SimpleSokoban: env_type webshop is not in Rollwire"
+    assert [entry["tag"] for entry in setting(result, "environments")] == [
+        "FrozenLake",
+        "LargerSokoban",
+        "SokobanDifferentGridVocab",
+    ]
+
+
+def test_ids_of_gem_go_to_gem_with_all_that_they_are_configured_with(tmp_path: Path) -> None:
+    config = {"max_steps": 5, "min_number": 1, "max_number": 3, "seed": 4}
+    entry = {"env_type": "game:GuessTheNumber-v0-easy", "max_steps": 9, "env_config": config}
+    result = converted(tmp_path, {"custom_envs.FrozenLake": entry})
+    assert setting(result, "environment.definitions.FrozenLake") == {
+        "type": "gem",
+        "options": {
+            "id": "game:GuessTheNumber-v0-easy",
+            "max_turns": 5,
+            "kwargs": {"min_number": 1, "max_number": 3},
+        },
+    }
+    assert told(result, "custom_envs.FrozenLake.env_config.seed").startswith("Dead")
+    result = converted(tmp_path, {"custom_envs.FrozenLake": {"env_type": "rg:leg_counting"}})
+    assert setting(result, "environment.definitions.FrozenLake") == {
+        "type": "gem",
+        "options": {"id": "rg:leg_counting"},
+    }
+
+
+def test_symbols_that_are_no_single_characters_are_refused(tmp_path: Path) -> None:
+    changes = {"custom_envs.FrozenLake": {"env_type": "sokoban", "env_config": {"grid_lookup": {0: "##", 1: "_"}}}}
+    with pytest.raises(ConfigError, match=r"grid_lookup gives the symbols .*allowed: one character for each of 0 to 6"):
+        converted(tmp_path, changes)
 
 
 def test_sampling_of_validation_is_its_own() -> None:
