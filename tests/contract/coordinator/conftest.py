@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from policy_kit import PolicySessionsFake
 
 from rollwire.coordinator.budgets import Budgets
 from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
@@ -34,7 +35,7 @@ from rollwire.v1 import (
 )
 
 LINEAGE = "line"
-BUDGETS = Budgets(attempts=3, retry_delay_s=0.01, lost_s=1.5, poll_s=0.02)
+BUDGETS = Budgets(attempts=3, retry_delay_s=0.01, lost_s=1.5, poll_s=0.02, watch_s=0.05)
 
 
 def digest_of(step: int) -> bytes:
@@ -127,6 +128,7 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
             digest=self.digest_of(self.step),
             model_architecture="TinyForCausalLM",
             max_sequence_tokens=4096,
+            vocabulary_size=100,
             device=self.device,
             policy_losses=["ppo_clip"],
             models=self.models,
@@ -248,13 +250,14 @@ def coin(request: rollout_pb2.RunGroupRequest, episode: int) -> float:
     return float(hashlib.sha256(f"{request.sampling_seed}.{episode}".encode()).digest()[0] % 2)
 
 
-class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
+class FakeRollout(PolicySessionsFake, FakeService, rollout_pb2_grpc.RolloutServiceServicer):
     """Plays one-turn episodes; `play` gives a score or a failure, `before_group` may wait or raise."""
 
     full_name = "rollwire.v1.RolloutService"
     add = staticmethod(rollout_pb2_grpc.add_RolloutServiceServicer_to_server)
 
     def __init__(self) -> None:
+        super().__init__()
         self.version = weights_pb2.WeightVersion()
         self.updates: list[int] = []
         self.requests: list[rollout_pb2.RunGroupRequest] = []
@@ -289,6 +292,8 @@ class FakeRollout(FakeService, rollout_pb2_grpc.RolloutServiceServicer):
             device="cpu",
             dtype=weights_pb2.DATA_TYPE_FLOAT32,
             resident_bytes=2 << 20,
+            tokenizer_hash="a" * 64,
+            template_hash="b" * 64,
         )
 
     async def UpdateWeights(
