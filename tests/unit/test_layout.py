@@ -21,6 +21,7 @@ ALLOWED = {
     "v1": set(),
     "rpc": {"v1"},
     "client": {"v1", "rpc"},
+    "compliance": {"v1", "rpc", "client"},
     "policies": set(),
     "serving": {"v1", "rpc", "client", "policies"},
     **{service: {"v1", "rpc", "client", "serving", "policies"} for service in SERVICES},

@@ -15,11 +15,11 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from tcp_proxy import tcp_proxy
 
 from rollwire.client.call_book import MAX_SENDS
 from rollwire.client.environment import EnvironmentClient
 from rollwire.client.environment_stream import MAX_STREAMS_IN_VAIN, SessionStream
+from rollwire.compliance.proxy import tcp_proxy
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.v1 import environment_pb2 as pb
 from rollwire.v1 import environment_pb2_grpc as pb_grpc

@@ -10,10 +10,10 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from tcp_proxy import tcp_proxy
 
 from rollwire.client import serve_environment_async
 from rollwire.client.environment import EnvironmentClient
+from rollwire.compliance.proxy import tcp_proxy
 from rollwire.rpc.channel import open_environment_channel
 from rollwire.rpc.errors import RollwireError, from_rpc_error
 from rollwire.v1 import environment_pb2 as pb

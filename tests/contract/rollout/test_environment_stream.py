@@ -15,8 +15,8 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from tcp_proxy import TcpProxy, tcp_proxy
 
+from rollwire.compliance.proxy import TcpProxy, tcp_proxy
 from rollwire.environment.service import EnvironmentServer
 from rollwire.serving.config.models import RunConfig
 from rollwire.serving.server import Binding, serving

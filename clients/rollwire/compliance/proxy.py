@@ -29,6 +29,7 @@ class TcpProxy:
             writer.transport.abort()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Takes a connection."""
         if not self.open:
             writer.transport.abort()
             return
