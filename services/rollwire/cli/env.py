@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -13,11 +12,9 @@ from typing import Annotated, Any
 import grpc
 import typer
 import yaml
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from rollwire.cli.env_catalogue import catalogue, types
 from rollwire.client.environment import EnvironmentClient
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.serving.config import ConfigError, RunConfig, load_config
@@ -38,7 +35,6 @@ ConfigFile = Annotated[
 ServerTarget = Annotated[
     str | None, typer.Option("--target", metavar="HOST:PORT", help="Ask a running environment server instead.")
 ]
-_SHOWN_CHARACTERS = 24
 
 
 @app.command("list")
@@ -55,8 +51,10 @@ def list_command(config: ConfigFile = None, target: ServerTarget = None) -> None
         registry = load_registry(load_config(config).environment)
         listed = pb.ListEnvironmentsResponse(environments=[item.description for item in registry.environments.values()])
     console = Console()
-    console.print(_catalogue(listed.environments))
-    if target is not None:
+    console.print(catalogue(listed.environments))
+    if target is None:
+        console.print(types())
+    else:
         console.print(f"{target}: {listed.open_sessions} of {listed.session_capacity} sessions open", highlight=False)
 
 
@@ -141,25 +139,3 @@ async def _connect(stack: AsyncExitStack, config: RunConfig | None, target: str 
         target = running.address
     assert target is not None, "without a target there is a configuration"
     return await stack.enter_async_context(EnvironmentClient(target))
-
-
-def _catalogue(environments: Sequence[pb.EnvironmentDescription]) -> Table:
-    table = Table(box=None, padding=(0, 2, 1, 0), header_style="bold")
-    for heading in ("environment", "turns", "options and defaults", "draws"):
-        table.add_column(heading, justify="right" if heading == "turns" else "left")
-    for item in environments:
-        options = Text()
-        for name, value in sorted(MessageToDict(item.default_options).items()):
-            options.append(name, style="cyan").append(f" {_short(value)}\n", style="dim")
-        options.rstrip()
-        formats = [pb.RenderFormat.Name(shape).removeprefix("RENDER_FORMAT_").lower() for shape in item.render_formats]
-        what = Text(item.tag, style="bold green").append(f"\n{item.summary}", style="not bold default")
-        table.add_row(what, str(item.max_turns), options, ", ".join(formats))
-    return table
-
-
-def _short(value: object) -> str:
-    """Shows a value as JSON; protobuf's Struct has only floating-point numbers."""
-    whole = isinstance(value, float) and value.is_integer()
-    text = json.dumps(int(value) if whole else value, ensure_ascii=False)  # type: ignore[call-overload]
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"

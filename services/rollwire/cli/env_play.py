@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.text import Text
 
-from rollwire.cli.env_board import board, is_lake
+from rollwire.cli.env_board import board, is_board
 from rollwire.client.environment import EnvironmentClient
 from rollwire.rpc.errors import invalid_field
 from rollwire.rpc.ids import new_id
@@ -75,7 +75,7 @@ def play_episode(
     console = Console()
     if opened.instructions:
         console.print(Text(f"\n{opened.instructions.rstrip()}", style="dim"))
-    moves = is_lake(opened.observation) and all(move in opened.instructions for move in _MOVES)
+    moves = is_board(opened.observation) and all(move in opened.instructions for move in _MOVES)
     try:
         if sys.stdin.isatty() and console.is_terminal and moves:
             _play_with_keys(runner, client, opened.session_id, game, console)

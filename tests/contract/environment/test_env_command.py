@@ -89,6 +89,10 @@ async def test_list_shows_built_in_environments_with_options() -> None:
         "size 4",
         "text, png",
         "A lake crossed in turns",
+        "dim_room [6, 6]",
+        "type, for environment.definitions",
+        "reasoning_gym",
+        "dataset (required)",
     ):
         assert text in out
 
@@ -116,6 +120,14 @@ async def test_play_reads_lines_and_ends_with_the_score() -> None:
     assert "  __P_" in [line.rstrip() for line in out.splitlines()]
     assert "not a valid action" in out
     assert out.rstrip().endswith("finished after 6 turns: score 0.99")
+
+
+async def test_sokoban_is_played_with_moves_too() -> None:
+    status, out, err = await rollwire("env", "play", "SimpleSokoban", "--seed", "3", typed="up\nright\n")
+    assert (status, err) == (0, "")
+    assert "type a move (left, down, right, up)" in out
+    assert "no way there" in out
+    assert out.rstrip().endswith("stopped after 2 turns: score -0.2")
 
 
 async def test_play_against_a_running_server_leaves_no_session(serve: Any) -> None:
