@@ -1,4 +1,4 @@
-"""`rollwire env`: the environments of a configuration or of a running server, and playing one by hand."""
+"""`rollwire env`: environments of a configuration or a running server, playing one by hand, writing a new one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rollwire.serving.server import ServeError
 from rollwire.v1 import environment_pb2 as pb
 
 app = typer.Typer(
-    help="List environments, and play one in the terminal.",
+    help="List environments, play one in the terminal, begin one of your own.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -85,6 +85,22 @@ def play(
                 play_episode(runner, client, tag, seed, options)
         finally:
             runner.run(stack.aclose())
+
+
+@app.command()
+def new(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="New directory; its name names the package.", show_default=False)
+    ],
+) -> None:
+    """Write a project with an environment of your own, a program that serves it, and its tests."""
+    from rollwire.cli.env_new import write_project
+
+    tag, written = write_project(directory)
+    print(f"{tag} in {directory}:")
+    for path in written:
+        print(f"  {path}")
+    print(f"Next: cd {directory} && pip install -e '.[test]' && pytest")
 
 
 def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
