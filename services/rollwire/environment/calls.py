@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from rollwire.client.session_errors import refusal
 from rollwire.client.sessions import (
     Admission,
     CapacityReachedError,
-    EpisodeEndedError,
     RequestIdReusedError,
     Session,
     SessionError,
     SessionTable,
-    WrongTurnError,
 )
 from rollwire.environment.hosts import Host, HostedEpisode, Hosts
 from rollwire.environment.requests import (
@@ -33,7 +32,7 @@ from rollwire.environment.requests import (
     read_lease,
     read_options,
 )
-from rollwire.rpc.errors import Reason, RollwireError, exhausted, invalid_field, not_found, precondition
+from rollwire.rpc.errors import Reason, exhausted, invalid_field
 from rollwire.serving.logs import get_logger
 from rollwire.v1 import environment_pb2 as pb
 
@@ -109,7 +108,7 @@ class SessionCalls:
         try:
             admission, session = self._table.begin_turn(request.session_id, request.turn)
         except SessionError as error:
-            raise _refusal(error, request.turn) from error
+            raise refusal(error, request.turn) from error
         if admission is Admission.REPEAT and session.reply is not None:
             return session.reply
         if admission is Admission.RUN and session.opened is not None:
@@ -127,7 +126,7 @@ class SessionCalls:
         try:
             session = self._table.renew(request.session_id, lease_s)
         except SessionError as error:
-            raise _refusal(error) from error
+            raise refusal(error) from error
         return pb.RenewSessionResponse(lease=lease_message(session.lease_s))
 
     def render(self, request: pb.RenderRequest) -> Future[pb.RenderResponse]:
@@ -136,7 +135,7 @@ class SessionCalls:
         try:
             session = self._table.find(request.session_id)
         except SessionError as error:
-            raise _refusal(error) from error
+            raise refusal(error) from error
         assert session.opened is not None, "a session that can be found has been opened"
         key = (session, int(request.format))
         task = self._drawing.get(key)
@@ -246,19 +245,3 @@ def _retrieve(task: Future[Any]) -> None:
 def _fingerprint(request: pb.OpenSessionRequest) -> bytes:
     """Returns a digest of everything that a repeat of the request has to have in common with it."""
     return hashlib.sha256(request.SerializeToString(deterministic=True)).digest()
-
-
-def _refusal(error: SessionError, turn: int = 0) -> RollwireError:
-    """Returns the error of the contract for what the session table raised."""
-    if isinstance(error, EpisodeEndedError):
-        return precondition(
-            Reason.EPISODE_ENDED, f"turn {turn} cannot be played: the episode has ended; open a new session"
-        )
-    if isinstance(error, WrongTurnError):
-        return precondition(
-            Reason.WRONG_TURN,
-            f"turn is {turn}; allowed: {error.next_turn} (the next one), or the latest one for its reply",
-            turn=str(turn),
-            next_turn=str(error.next_turn),
-        )
-    return not_found(Reason.UNKNOWN_SESSION, "no such session: it was closed, or its lease ended; open a new one")
