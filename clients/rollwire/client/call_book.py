@@ -16,6 +16,10 @@ from rollwire.v1 import environment_pb2 as pb
 MAX_SENDS: Final = 5
 """A call is sent over this many streams at most."""
 
+CALLS_PER_MESSAGE: Final = 32
+"""Calls of one message at most. More would leave the server idle while they are written, and the client while they are
+answered; with 64 sessions this makes two messages, which pass each other on the way."""
+
 _CALL_OVERHEAD_BYTES: Final = 64
 """At most what a message adds to one request: tags, lengths, call id and timeout."""
 
@@ -30,6 +34,7 @@ class PendingCall:
         call_id: Its number, never used twice.
         kind: Field of `SessionCall` and `SessionReply`: open, step, renew, close or render.
         request: What is asked.
+        size: Bytes that it takes in a message, at most.
         deadline_s: When the caller gives up, on the loop's clock.
         answer: The response, or a `RollwireError`; cancelled when the caller gave up.
         sends: How often it was sent.
@@ -38,6 +43,7 @@ class PendingCall:
     call_id: int
     kind: str
     request: Any
+    size: int
     deadline_s: float
     answer: asyncio.Future[Any]
     sends: int = 0
@@ -70,33 +76,34 @@ class CallBook:
                 Reason.TRANSPORT,
                 f"the call has {size} bytes; allowed: at most {ENVIRONMENT_MESSAGE_BYTES}",
             )
-        call = PendingCall(self._next_id, kind, request, deadline_s, answer)
+        call = PendingCall(self._next_id, kind, request, size, deadline_s, answer)
         self._next_id += 1
         self._unsent.append(call)
         return call
 
     def next_message(self, now_s: float) -> pb.PlayRequest | None:
-        """Returns a message of the calls that wait, as many as it may hold; None when there are none.
+        """Returns a message of the calls that wait, as many as it may hold; None when none can be sent now.
 
         Args:
             now_s: The time, on the clock of the deadlines.
         """
         message = pb.PlayRequest()
-        room = ENVIRONMENT_MESSAGE_BYTES
-        while self._unsent and len(self._sent) < MAX_UNANSWERED_CALLS:
+        room, places = ENVIRONMENT_MESSAGE_BYTES, CALLS_PER_MESSAGE
+        while self._unsent and places and len(self._sent) < MAX_UNANSWERED_CALLS:
             pending = self._unsent[0]
             remaining_s = pending.deadline_s - now_s
             if pending.answer.done() or remaining_s <= 0:
                 self._unsent.popleft()
                 continue
-            room -= pending.request.ByteSize() + _CALL_OVERHEAD_BYTES
-            if room < 0 and message.calls:
+            room -= pending.size
+            if room < 0 and places < CALLS_PER_MESSAGE:
                 break
+            places -= 1
             self._unsent.popleft()
             _write(message.calls.add(), pending, min(remaining_s, _MAX_TIMEOUT_S))
             pending.sends += 1
             self._sent[pending.call_id] = pending
-        return message if message.calls else None
+        return message if places < CALLS_PER_MESSAGE else None
 
     def answered(self, call_id: int) -> PendingCall | None:
         """Takes out the call with this number; None when no such call is unanswered."""

@@ -1,6 +1,6 @@
 """Calls of any number of sessions over one `Play` stream: the methods of `EnvironmentClient` at a fraction of the cost.
 
-Calls made in one turn of the event loop travel in one message. A stream that breaks is opened again, and what was not
+Calls made in one turn of the event loop travel together. A stream that breaks is opened again, and what was not
 answered is asked again: every call is idempotent. A server without `Play` is called method by method.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from rollwire.client.call_book import MAX_SENDS, CallBook, PendingCall
+from rollwire.client.call_book import CALLS_PER_MESSAGE, MAX_SENDS, CallBook, PendingCall
 from rollwire.rpc.errors import RollwireError
 from rollwire.rpc.limits import ENVIRONMENT_MESSAGE_BYTES, MAX_UNANSWERED_CALLS
 from rollwire.v1 import environment_pb2 as pb
@@ -36,11 +36,10 @@ def turns(message: pb.PlayRequest | None) -> list[int]:
     return [] if message is None else [call.step.turn for call in message.calls]
 
 
-def test_all_that_waits_goes_into_one_message(book: CallBook, loop: asyncio.AbstractEventLoop) -> None:
-    for turn in range(5):
+def test_all_that_waits_goes_into_few_messages(book: CallBook, loop: asyncio.AbstractEventLoop) -> None:
+    for turn in range(2 * CALLS_PER_MESSAGE + 5):
         add(book, loop, turn)
-    message = book.next_message(0.0)
-    assert turns(message) == [0, 1, 2, 3, 4]
+    assert [len(turns(book.next_message(0.0))) for _ in range(3)] == [CALLS_PER_MESSAGE, CALLS_PER_MESSAGE, 5]
     assert book.next_message(0.0) is None and book.waiting
 
 
@@ -83,7 +82,8 @@ def test_a_call_that_fits_into_no_message(book: CallBook, loop: asyncio.Abstract
 
 def test_no_more_calls_are_open_than_the_server_takes(book: CallBook, loop: asyncio.AbstractEventLoop) -> None:
     calls = [add(book, loop, turn) for turn in range(MAX_UNANSWERED_CALLS + 2)]
-    assert len(turns(book.next_message(0.0))) == MAX_UNANSWERED_CALLS
+    sent = [turn for _ in range(MAX_UNANSWERED_CALLS // CALLS_PER_MESSAGE) for turn in turns(book.next_message(0.0))]
+    assert sent == list(range(MAX_UNANSWERED_CALLS))
     assert book.next_message(0.0) is None
     calls[0].answer.cancel()
     assert book.next_message(0.0) is None, "the server still owes the answer"
