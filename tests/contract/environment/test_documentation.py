@@ -38,7 +38,9 @@ ANSWERS = {
 
 
 def blocks(language: str) -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    """The code of the page, but for the section that tests/contract/providers runs."""
+    page = re.sub(r"^## Serve from outside\n.*?(?=^## )", "", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     return [text for name, text in found if name == language]
 
 
@@ -146,11 +148,8 @@ async def _run(line: str, directory: Path, until: str | None) -> tuple[int, str]
         'rollwire.cli.main "$@"\n'
     )
     rollwire.chmod(0o755)
-    shell = (
-        f"exec {line}"
-        if until and not line.startswith("PYTHONPATH")
-        else line.replace("=. rollwire", "=. exec rollwire")
-    )
+    # The shell must not stand between a signal and the server.
+    shell = line.replace("rollwire serve", "exec rollwire serve")
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", shell, cwd=directory, env={**os.environ, "PATH": f"{rollwire.parent}:{os.environ['PATH']}"},
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
