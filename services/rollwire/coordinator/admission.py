@@ -62,7 +62,7 @@ class Admission:
         self.next_index = max(ended, default=-1) + 1
         self._gaps = sorted(set(range(self.next_index)) - set(ended))
         for index, started_at in complete.items():
-            self._waiting[index] = _Group(started_at)
+            self._waiting[index] = _Group(started_at, early=True)
             self.complete(index)
 
     @property

@@ -113,7 +113,7 @@ class CoordinatorServer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             async for response in self._outside().submit(request_iterator):
                 yield response
         except RunError as error:  # the ledger cannot be written, which the run will notice as well
-            raise RollwireError(grpc.StatusCode.INTERNAL, Reason.STORAGE_FAILED, str(error)) from error
+            raise RollwireError(grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.STORAGE_FAILED, str(error)) from error
 
     def _outside(self) -> External:
         if self.external is None:

@@ -165,3 +165,72 @@ def test_a_run_that_is_killed_at_any_time_goes_on_with_what_was_complete(
                 admission.restore(step, ended, {index: started_at[index] for index in sorted(waiting)})
     assert len(consumed) == len(set(consumed)) == max_steps * per_step
     assert waiting == set() or staleness, "without staleness nothing complete is left over"
+
+
+def test_groups_that_were_played_too_early_are_too_late_where_others_would_suffer() -> None:
+    admission = Admission(groups_per_step=1, max_staleness=1, max_steps=10)
+    start_all(admission)
+    admission.take([_complete(admission, 0)])
+    admission.advance()
+    start_all(admission)
+    # 1 was started at step 0 and is due now; 2 has weights of step 0 as well, and there is room for one of them.
+    admission.complete(2, played_at=0)
+    assert admission.too_late() == [2]
+    admission.drop(2)
+    admission.complete(1)
+    assert admission.too_late() == [] and admission.ready() == [1]
+
+
+def _complete(admission: Admission, index: int) -> int:
+    admission.complete(index)
+    return index
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(0, 3), st.integers(1, 8))
+def test_pushed_groups_of_any_age_neither_stop_a_run_nor_make_anything_too_old(
+    seed: int, per_step: int, staleness: int, max_steps: int
+) -> None:
+    """I5; groups that servers play are never dropped for those that are pushed."""
+    order = random.Random(seed)
+    admission = Admission(per_step, staleness, max_steps)
+    played_at: dict[int, int] = {}
+    pushed: set[int] = set()
+    running: list[int] = []
+    consumed: list[int] = []
+    taken: list[int] = []
+    drops = 0
+    while admission.step < max_steps:
+        for index in start_all(admission):
+            played_at[index] = admission.step
+            running.append(index)
+        if not taken:
+            for index in admission.too_late():
+                assert index in pushed
+                admission.drop(index)
+                drops += 1
+            for index in start_all(admission):
+                played_at[index] = admission.step
+                running.append(index)
+        batch = None if taken else admission.ready()
+        choices = ["finish"] * bool(running) + ["take"] * (batch is not None) + ["advance"] * bool(taken)
+        match order.choice(choices):  # never empty: the run cannot get stuck
+            case "finish":
+                index = running.pop(order.randrange(len(running)))
+                # Pushers come with old weights for a while; for ever they would keep the run from going on.
+                if order.random() < 0.6 and drops < 50:
+                    played_at[index] = max(0, admission.step - order.randint(0, staleness))
+                    pushed.add(index)
+                    admission.complete(index, played_at[index])
+                else:
+                    admission.complete(index)
+            case "take":
+                assert batch is not None
+                assert all(0 <= admission.step - played_at[index] <= staleness for index in batch), "I5"
+                admission.take(batch)
+                taken = batch
+            case "advance":
+                admission.advance()
+                consumed.extend(taken)
+                taken = []
+    assert len(consumed) == len(set(consumed)) == max_steps * per_step
