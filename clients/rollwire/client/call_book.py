@@ -16,9 +16,11 @@ from rollwire.v1 import environment_pb2 as pb
 MAX_SENDS: Final = 5
 """A call is sent over this many streams at most."""
 
-CALLS_PER_MESSAGE: Final = 32
-"""Calls of one message at most. More would leave the server idle while they are written, and the client while they are
-answered; with 64 sessions this makes two messages, which pass each other on the way."""
+SMALL_MESSAGE_CALLS: Final = 32
+"""Waiting calls up to this number travel in one message; of more, an eighth does, but no fewer than this. One message
+of all would leave the server idle while it is written, and the client while it is answered."""
+
+_SHARE: Final = 8
 
 _CALL_OVERHEAD_BYTES: Final = 64
 """At most what a message adds to one request: tags, lengths, call id and timeout."""
@@ -88,7 +90,8 @@ class CallBook:
             now_s: The time, on the clock of the deadlines.
         """
         message = pb.PlayRequest()
-        room, places = ENVIRONMENT_MESSAGE_BYTES, CALLS_PER_MESSAGE
+        room = ENVIRONMENT_MESSAGE_BYTES
+        places = most = max(SMALL_MESSAGE_CALLS, len(self._unsent) // _SHARE)
         while self._unsent and places and len(self._sent) < MAX_UNANSWERED_CALLS:
             pending = self._unsent[0]
             remaining_s = pending.deadline_s - now_s
@@ -96,14 +99,14 @@ class CallBook:
                 self._unsent.popleft()
                 continue
             room -= pending.size
-            if room < 0 and places < CALLS_PER_MESSAGE:
+            if room < 0 and places < most:
                 break
             places -= 1
             self._unsent.popleft()
             _write(message.calls.add(), pending, min(remaining_s, _MAX_TIMEOUT_S))
             pending.sends += 1
             self._sent[pending.call_id] = pending
-        return message if places < CALLS_PER_MESSAGE else None
+        return message if places < most else None
 
     def answered(self, call_id: int) -> PendingCall | None:
         """Takes out the call with this number; None when no such call is unanswered."""

@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from rollwire.cli.bench_environment_servers import MAX_SESSIONS
 from rollwire.cli.bench_environment_sides import (
     HOSTED,
     OPENENV,
@@ -39,7 +40,6 @@ from rollwire.cli.bench_environment_sides import (
 from rollwire.serving.config import ConfigError
 
 PARTS: Final = ("calls", "openenv", "crowd", "import")
-CROWD: Final = 4096
 _IMPORTS: Final = 5
 _TIMED_IMPORT: Final = "import time; s = time.perf_counter(); import rollwire.client; print(time.perf_counter() - s)"
 
@@ -66,10 +66,19 @@ class Finding:
         return self.value <= self.target if self.at_most else self.value >= self.target
 
 
+@dataclass(frozen=True)
+class Cores:
+    """Where the servers run, and where this process and the provider do; the same core if there is only one."""
+
+    server: Sequence[int]
+    client: Sequence[int]
+
+
 def bench_environment(
     sessions: Annotated[int, typer.Option(min=1, max=1000, help="Sessions that play at once.")] = 64,
     seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Length of one window.")] = 0.5,
     repetitions: Annotated[int, typer.Option(min=1, max=1000, help="Windows of each side.")] = 30,
+    crowd: Annotated[int, typer.Option(min=1, max=MAX_SESSIONS, help="Sessions of the server that has many.")] = 4096,
     part: Annotated[list[str] | None, typer.Option(help=f"What to measure: {', '.join(PARTS)}; default: all.")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
@@ -78,13 +87,13 @@ def bench_environment(
         raise ConfigError(f"--json is {json_path}: its directory does not exist")
     parts = _parts(part)
     console = Console()
-    server_cores, client_cores = _cores()
+    cores = _cores()
     load_before = os.getloadavg()[0]
     with console.status("measuring"):
         before = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, client_cores)
+        os.sched_setaffinity(0, cores.client)
         try:
-            sides, findings = asyncio.run(_measure(parts, sessions, seconds, repetitions, server_cores, client_cores))
+            sides, findings = asyncio.run(_measure(parts, sessions, crowd, seconds, repetitions, cores))
         finally:
             os.sched_setaffinity(0, before)
         if "import" in parts:
@@ -94,7 +103,7 @@ def bench_environment(
     load = (load_before, os.getloadavg()[0])
     if sides:
         console.print(_table(sides, sessions, seconds))
-    for line in _lines(findings, repetitions, load, server_cores, client_cores):
+    for line in _lines(findings, repetitions, load, cores):
         console.print(line, highlight=False)
     if json_path is not None:
         json_path.write_text(json.dumps(_as_json(sides, findings, sessions, seconds, load), indent=2) + "\n")
@@ -123,24 +132,23 @@ def _parts(wanted: list[str] | None) -> Sequence[str]:
     return wanted or PARTS
 
 
-def _cores() -> tuple[list[int], list[int]]:
-    """Returns the core of the servers, and those of this process; the same ones if there is only one."""
+def _cores() -> Cores:
     cores = sorted(os.sched_getaffinity(0))
-    return (cores[:1], cores[1:]) if len(cores) > 1 else (cores, cores)
+    return Cores(cores[:1], cores[1:]) if len(cores) > 1 else Cores(cores, cores)
 
 
 async def _measure(
     parts: Sequence[str],
     sessions: int,
+    crowd: int,
     seconds: float,
     repetitions: int,
-    server_cores: Sequence[int],
-    client_cores: Sequence[int],
+    cores: Cores,
 ) -> tuple[list[Side], list[Finding]]:
     sides: list[Side] = []
     findings: list[Finding] = []
     if "calls" in parts or "openenv" in parts:
-        async with bench(sessions, server_cores, client_cores) as started:
+        async with bench(sessions, cores.server, cores.client) as started:
             sides = [await started.echo()] if "calls" in parts else []
             echoes = sides[:1]
             sides += await started.rollwire()
@@ -149,17 +157,16 @@ async def _measure(
             await measure(sides, seconds, repetitions)
         findings += _compared({side.name: side for side in sides}, echoes)
     if "crowd" in parts:
-        async with bench(sessions, server_cores, client_cores) as started:
-            crowd = await started.crowd(CROWD)
-            await measure(crowd, seconds, repetitions)
-            resident_bytes = crowd[-1].processes[0].resident_bytes()
-        usual, few, everyone = crowd
+        async with bench(sessions, cores.server, cores.client) as started:
+            usual, few, everyone = await started.crowd(crowd)
+            await measure((usual, few, everyone), seconds, repetitions)
+            resident_bytes = everyone.processes[0].resident_bytes()
         findings += [
-            Finding(f"memory of the server with {CROWD} sessions, GB", resident_bytes / 1e9, 1.0, at_most=True),
+            Finding(f"memory of the server with {crowd} sessions, GB", resident_bytes / 1e9, 1.0, at_most=True),
             Finding(f"time per step, {few.name} / {usual.name}", _ratio(usual, few), 1.2, at_most=True),
             Finding(f"time per step, {everyone.name} / {usual.name}", _ratio(usual, everyone), 1.2, at_most=True),
         ]
-        sides += crowd
+        sides += [usual, few, everyone]
     return sides, findings
 
 
@@ -208,15 +215,14 @@ def _lines(
     findings: Sequence[Finding],
     repetitions: int,
     load: tuple[float, float],
-    server_cores: Sequence[int],
-    client_cores: Sequence[int],
+    cores: Cores,
 ) -> list[str]:
     lines = [
         f"{finding.name}: {finding.value:.2f} (target: at {'most' if finding.at_most else 'least'} {finding.target:g}, "
         f"{'reached' if finding.reached else 'missed'})"
         for finding in findings
     ]
-    where = f"servers on core {_names(server_cores)}, client and provider on {_names(client_cores)}"
+    where = f"servers on core {_names(cores.server)}, client and provider on {_names(cores.client)}"
     return [*lines, f"medians of {repetitions} rounds; {where}; load average {load[0]:.1f} to {load[1]:.1f}"]
 
 

@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from rollwire.client.call_book import CALLS_PER_MESSAGE, MAX_SENDS
+from rollwire.client.call_book import MAX_SENDS, SMALL_MESSAGE_CALLS
 from rollwire.client.environment import EnvironmentClient
 from rollwire.client.environment_stream import MAX_STREAMS_IN_VAIN, SessionStream
 from rollwire.compliance.proxy import tcp_proxy
@@ -98,8 +98,8 @@ async def test_calls_of_one_turn_of_the_loop_travel_together() -> None:
         for _ in range(3):
             replies = await asyncio.gather(*(stream.step("s", turn, "a") for turn in range(64)))
             assert [reply.observation for reply in replies] == [f"streamed {turn}" for turn in range(64)]
-        assert [len(message.calls) for message in servicer.messages] == [CALLS_PER_MESSAGE] * (
-            3 * 64 // CALLS_PER_MESSAGE
+        assert [len(message.calls) for message in servicer.messages] == [SMALL_MESSAGE_CALLS] * (
+            3 * 64 // SMALL_MESSAGE_CALLS
         )
         assert servicer.streams == 1
         ids = [call.call_id for message in servicer.messages for call in message.calls]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from rollwire.client.call_book import CALLS_PER_MESSAGE, MAX_SENDS, CallBook, PendingCall
+from rollwire.client.call_book import MAX_SENDS, SMALL_MESSAGE_CALLS, CallBook, PendingCall
 from rollwire.rpc.errors import RollwireError
 from rollwire.rpc.limits import ENVIRONMENT_MESSAGE_BYTES, MAX_UNANSWERED_CALLS
 from rollwire.v1 import environment_pb2 as pb
@@ -36,10 +36,18 @@ def turns(message: pb.PlayRequest | None) -> list[int]:
     return [] if message is None else [call.step.turn for call in message.calls]
 
 
+def drained(book: CallBook) -> list[list[int]]:
+    messages = []
+    while (message := book.next_message(0.0)) is not None:
+        assert message.ByteSize() <= ENVIRONMENT_MESSAGE_BYTES
+        messages.append(turns(message))
+    return messages
+
+
 def test_all_that_waits_goes_into_few_messages(book: CallBook, loop: asyncio.AbstractEventLoop) -> None:
-    for turn in range(2 * CALLS_PER_MESSAGE + 5):
+    for turn in range(2 * SMALL_MESSAGE_CALLS + 5):
         add(book, loop, turn)
-    assert [len(turns(book.next_message(0.0))) for _ in range(3)] == [CALLS_PER_MESSAGE, CALLS_PER_MESSAGE, 5]
+    assert [len(turns(book.next_message(0.0))) for _ in range(3)] == [SMALL_MESSAGE_CALLS, SMALL_MESSAGE_CALLS, 5]
     assert book.next_message(0.0) is None and book.waiting
 
 
@@ -66,11 +74,7 @@ def test_calls_that_nobody_waits_for_are_not_sent(book: CallBook, loop: asyncio.
 def test_messages_stay_below_their_limit(book: CallBook, loop: asyncio.AbstractEventLoop) -> None:
     for turn in range(9):
         add(book, loop, turn, "x" * (1 << 20))
-    sent = []
-    while (message := book.next_message(0.0)) is not None:
-        assert message.ByteSize() <= ENVIRONMENT_MESSAGE_BYTES
-        sent.append(turns(message))
-    assert sent == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert drained(book) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 def test_a_call_that_fits_into_no_message(book: CallBook, loop: asyncio.AbstractEventLoop) -> None:
@@ -82,8 +86,9 @@ def test_a_call_that_fits_into_no_message(book: CallBook, loop: asyncio.Abstract
 
 def test_no_more_calls_are_open_than_the_server_takes(book: CallBook, loop: asyncio.AbstractEventLoop) -> None:
     calls = [add(book, loop, turn) for turn in range(MAX_UNANSWERED_CALLS + 2)]
-    sent = [turn for _ in range(MAX_UNANSWERED_CALLS // CALLS_PER_MESSAGE) for turn in turns(book.next_message(0.0))]
-    assert sent == list(range(MAX_UNANSWERED_CALLS))
+    sent = drained(book)
+    assert [turn for message in sent for turn in message] == list(range(MAX_UNANSWERED_CALLS))
+    assert len(sent[0]) == MAX_UNANSWERED_CALLS // 8
     assert book.next_message(0.0) is None
     calls[0].answer.cancel()
     assert book.next_message(0.0) is None, "the server still owes the answer"
