@@ -3,6 +3,7 @@
 from rollwire.client.agent import AgentSession, agent_session, open_agent_session
 from rollwire.client.coordinator import CoordinatorClient
 from rollwire.client.environment import EnvironmentClient
+from rollwire.client.environment_stream import SessionStream
 from rollwire.client.learner import LearnerClient
 from rollwire.client.patience import RunEndedError
 from rollwire.client.provider import serve_environment, serve_environment_async
@@ -19,6 +20,7 @@ __all__ = [
     "Reason",
     "RolloutClient",
     "RollwireError",
+    "SessionStream",
     "RunEndedError",
     "TrajectoryBuilder",
     "TrajectoryPusher",

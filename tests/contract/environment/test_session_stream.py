@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -357,3 +358,13 @@ async def test_a_server_that_is_killed_and_one_that_takes_its_place(tmp_path: Pa
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_the_example_of_the_documentation(client: EnvironmentClient) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "wire.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {}
+    exec(compile(example, "docs/wire.md", "exec"), scope)
+    scores = await scope["main"](client.target)
+    assert len(scores) == 64 and set(scores) == {0.0, 1.0}
+    assert (await client.list_environments()).open_sessions == 0
