@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_SIDE_PIXELS = 4096
 
 
@@ -34,7 +34,7 @@ def encode_png(picture: object) -> bytes:
     rows = np.pad(picture.reshape(height, width * 3), ((0, 0), (1, 0)))
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"".join(
-        (_SIGNATURE, _chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(rows.tobytes())), _chunk(b"IEND", b""))
+        (PNG_SIGNATURE, _chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(rows.tobytes())), _chunk(b"IEND", b""))
     )
 
 

@@ -11,12 +11,16 @@ from typing import Any, Final
 
 import numpy as np
 
+from rollwire.client.png import PNG_SIGNATURE, encode_png
 from rollwire.rpc.ids import METRIC_PATTERN
 from rollwire.rpc.limits import MAX_REPLY_BYTES, MIB
 from rollwire.v1 import environment_pb2 as pb
 
 MAX_TEXT_BYTES: Final = MIB
 """Longest observation, instructions, suffix or drawing as text, in bytes of UTF-8."""
+
+MAX_PICTURE_BYTES: Final = MIB
+"""Largest observation as a picture, as PNG."""
 
 MAX_METRICS: Final = 256
 _MAX_FAILURE_BYTES: Final = 4096
@@ -76,6 +80,7 @@ def start_response(reply: object, max_turns: object) -> pb.OpenSessionResponse:
         instructions=_text("info['instructions']", info.get("instructions", "")),
         suffix=_text("info['suffix']", info.get("suffix", "")),
         max_turns=turn_limit(max_turns),
+        observation_png=_picture(info),
     )
     _check_size(response)
     return response
@@ -113,6 +118,8 @@ def step_response(reply: object) -> pb.StepResponse:
     metrics = info.get("metrics")
     if metrics:
         _copy_metrics(metrics, response.metrics)
+    if "observation_png" in info or "observation_rgb" in info:
+        response.observation_png = _picture(info)
     _check_size(response)
     return response
 
@@ -183,6 +190,25 @@ def _text(what: str, value: object) -> str:
     if size > MAX_TEXT_BYTES:
         raise InvalidResultError(f"{what} has {size} bytes; allowed: at most {MAX_TEXT_BYTES}")
     return value
+
+
+def _picture(info: Mapping[str, Any]) -> bytes:
+    """Returns the observation's picture as a PNG file, from `observation_png` or `observation_rgb`; empty without."""
+    png, rgb = info.get("observation_png"), info.get("observation_rgb")
+    if png is not None and rgb is not None:
+        raise InvalidResultError("info holds observation_png and observation_rgb; allowed: one of them")
+    if rgb is not None:
+        try:
+            png = encode_png(rgb)
+        except ValueError as error:
+            raise InvalidResultError(f"info['observation_rgb']: {error}") from error
+    if png is None or (isinstance(png, bytes) and not png):
+        return b""
+    if not isinstance(png, bytes) or not png.startswith(PNG_SIGNATURE):
+        raise InvalidResultError(f"info['observation_png'] is {_shape(png)}; allowed: the bytes of a PNG file")
+    if len(png) > MAX_PICTURE_BYTES:
+        raise InvalidResultError(f"the picture has {len(png)} bytes as PNG; allowed: at most {MAX_PICTURE_BYTES}")
+    return png
 
 
 def _finite(what: str, value: object) -> float:

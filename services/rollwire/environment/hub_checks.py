@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from rollwire.client.png import PNG_SIGNATURE
 from rollwire.client.results import MAX_METRICS, MAX_TEXT_BYTES, failure
 from rollwire.rpc.errors import invalid_field
 from rollwire.rpc.ids import METRIC_PATTERN, NAME_PATTERN, TAG_PATTERN, is_name, is_tag
@@ -18,7 +19,6 @@ _MAX_PROGRAM: Final = 128
 _MAX_SUMMARY: Final = 1024
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 _MIN_ID: Final = 16
-_PNG_SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _KINDS: Final = frozenset(pb.EnvironmentFailureKind.values()) - {pb.ENVIRONMENT_FAILURE_KIND_UNSPECIFIED}
 
 
@@ -115,7 +115,7 @@ def checked_drawing(response: pb.RenderResponse, render_format: int) -> pb.Envir
         return _outside(f"the drawing is {response.WhichOneof('drawing') or 'empty'}; allowed: {wanted}")
     if wanted == "text":
         return _outside(_text_problem(("text", response.text)))
-    if len(response.png) > MAX_CHUNK_BYTES or not response.png.startswith(_PNG_SIGNATURE):
+    if len(response.png) > MAX_CHUNK_BYTES or not response.png.startswith(PNG_SIGNATURE):
         return _outside(f"png has {len(response.png)} bytes; allowed: a PNG file of at most {MAX_CHUNK_BYTES}")
     return None
 
@@ -135,7 +135,7 @@ def _text_problem(*texts: tuple[str, str]) -> str | None:
 
 
 def _picture_problem(png: bytes) -> str | None:
-    if png and (len(png) > MIB or not png.startswith(_PNG_SIGNATURE)):
+    if png and (len(png) > MIB or not png.startswith(PNG_SIGNATURE)):
         return f"observation_png has {len(png)} bytes; allowed: a PNG file of at most {MIB}"
     return None
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollwire.client.png import encode_png
 from rollwire.client.results import (
     MAX_METRICS,
+    MAX_PICTURE_BYTES,
     MAX_TEXT_BYTES,
     InvalidResultError,
     aggregations,
@@ -147,6 +149,55 @@ def test_an_error_becomes_one_line_without_paths(error: BaseException, kind: str
     found = failure_of(error)
     assert pb.EnvironmentFailureKind.Name(found.kind) == f"ENVIRONMENT_FAILURE_KIND_{kind}"
     assert (found.type, found.message) == (type_name, message)
+
+
+PICTURE = np.arange(36, dtype=np.uint8).reshape(3, 4, 3)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"observation_png": encode_png(PICTURE)},
+        {"observation_rgb": PICTURE},
+        {"observation_rgb": PICTURE[:, ::-1][:, ::-1]},
+    ],
+)
+def test_a_picture_goes_beside_the_text(info: dict[str, Any]) -> None:
+    assert step_response(reply(info=info)).observation_png == encode_png(PICTURE)
+    assert start_response(("o", info), 3).observation_png == encode_png(PICTURE)
+
+
+@pytest.mark.parametrize("info", [{}, {"observation_png": None}, {"observation_png": b""}, {"observation_rgb": None}])
+def test_without_a_picture_the_field_is_empty(info: dict[str, Any]) -> None:
+    assert step_response(reply(info=info)) == pb.StepResponse(observation="o", reward=0.5)
+    assert not start_response(("o", info), 3).observation_png
+
+
+@pytest.mark.parametrize(
+    ("info", "says"),
+    [
+        ({"observation_png": "text"}, "is a value of type str; allowed: the bytes of a PNG file"),
+        ({"observation_png": PICTURE}, "is a value of type ndarray; allowed: the bytes of a PNG file"),
+        ({"observation_png": b"GIF89a"}, "allowed: the bytes of a PNG file"),
+        (
+            {"observation_png": encode_png(PICTURE) + bytes(MAX_PICTURE_BYTES)},
+            f"bytes as PNG; allowed: at most {MAX_PICTURE_BYTES}",
+        ),
+        ({"observation_rgb": PICTURE.astype(np.float32)}, "the picture is float32[3, 4, 3]; allowed: uint8"),
+        ({"observation_rgb": [[1]]}, "the picture is list; allowed: uint8"),
+        (
+            {"observation_rgb": np.random.default_rng(0).integers(0, 256, (700, 700, 3), np.uint8)},
+            f"bytes as PNG; allowed: at most {MAX_PICTURE_BYTES}",
+        ),
+        ({"observation_png": encode_png(PICTURE), "observation_rgb": PICTURE}, "allowed: one of them"),
+    ],
+)
+def test_a_picture_outside_the_contract_is_refused(info: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidResultError) as caught:
+        step_response(reply(info=info))
+    assert says in str(caught.value)
+    with pytest.raises(InvalidResultError):
+        start_response(("o", info), 3)
 
 
 @given(st.text(st.characters(), max_size=300), st.integers(1, 100), st.text(max_size=200))
