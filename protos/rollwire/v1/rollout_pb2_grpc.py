@@ -205,6 +205,7 @@ class RolloutServiceServicer(object):
         OpenAI's chat-completions and completions protocol. Every call under the session's key is recorded.
 
         Idempotent by `session_id`. FAILED_PRECONDITION / `AGENTS_DISABLED` when the server has no HTTP edge;
+        FAILED_PRECONDITION / `ALREADY_EXISTS` when the identifier or the key is taken by a session with other settings;
         FAILED_PRECONDITION / `NO_WEIGHTS`, `WRONG_VERSION`; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay: a session
         counts as one episode.
         """

@@ -123,6 +123,7 @@ class RolloutServiceStub:
     OpenAI's chat-completions and completions protocol. Every call under the session's key is recorded.
 
     Idempotent by `session_id`. FAILED_PRECONDITION / `AGENTS_DISABLED` when the server has no HTTP edge;
+    FAILED_PRECONDITION / `ALREADY_EXISTS` when the identifier or the key is taken by a session with other settings;
     FAILED_PRECONDITION / `NO_WEIGHTS`, `WRONG_VERSION`; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay: a session
     counts as one episode.
     """
@@ -247,6 +248,7 @@ class RolloutServiceAsyncStub:
     OpenAI's chat-completions and completions protocol. Every call under the session's key is recorded.
 
     Idempotent by `session_id`. FAILED_PRECONDITION / `AGENTS_DISABLED` when the server has no HTTP edge;
+    FAILED_PRECONDITION / `ALREADY_EXISTS` when the identifier or the key is taken by a session with other settings;
     FAILED_PRECONDITION / `NO_WEIGHTS`, `WRONG_VERSION`; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay: a session
     counts as one episode.
     """
@@ -391,6 +393,7 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         OpenAI's chat-completions and completions protocol. Every call under the session's key is recorded.
 
         Idempotent by `session_id`. FAILED_PRECONDITION / `AGENTS_DISABLED` when the server has no HTTP edge;
+        FAILED_PRECONDITION / `ALREADY_EXISTS` when the identifier or the key is taken by a session with other settings;
         FAILED_PRECONDITION / `NO_WEIGHTS`, `WRONG_VERSION`; RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED` with a retry delay: a session
         counts as one episode.
         """

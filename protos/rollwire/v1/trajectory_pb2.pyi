@@ -54,7 +54,7 @@ class _StopReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     STOP_REASON_UNSPECIFIED: _StopReason.ValueType  # 0
     """Not set."""
     STOP_REASON_STOP_TOKEN: _StopReason.ValueType  # 1
-    """A stop token was drawn; it is the last token of the output."""
+    """A stop token was drawn, or the token that completed a stop text of an agent's; it is the last token of the output."""
     STOP_REASON_MAX_TOKENS: _StopReason.ValueType  # 2
     """`max_tokens` tokens were drawn."""
     STOP_REASON_LENGTH_LIMIT: _StopReason.ValueType  # 3
@@ -68,7 +68,7 @@ class StopReason(_StopReason, metaclass=_StopReasonEnumTypeWrapper):
 STOP_REASON_UNSPECIFIED: StopReason.ValueType  # 0
 """Not set."""
 STOP_REASON_STOP_TOKEN: StopReason.ValueType  # 1
-"""A stop token was drawn; it is the last token of the output."""
+"""A stop token was drawn, or the token that completed a stop text of an agent's; it is the last token of the output."""
 STOP_REASON_MAX_TOKENS: StopReason.ValueType  # 2
 """`max_tokens` tokens were drawn."""
 STOP_REASON_LENGTH_LIMIT: StopReason.ValueType  # 3

@@ -8,18 +8,32 @@ assistant message is a marker and cutting there, which works for any template th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 from rollwire.serving.logs import get_logger
 from rollwire.serving.server import ServeError
 
 _log = get_logger(__name__)
-Message = dict[str, str]
+Message = dict[str, Any]
+"""A message as chat templates take it: `role`, `content`, and what else the role has."""
+
+Tools = Sequence[dict[str, Any]]
+"""Descriptions of functions as chat templates take them."""
+
 _MARKER: Final = "RollwireMarker7f3a91"
 _PROBE: Final = "RollwireProbe52c8d4"
 # Observations repeat within a group, so most blocks are tokenised once per group.
 _CACHED_BLOCKS: Final = 4096
+_LONGEST_CACHED: Final = 8192
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": _MARKER,
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+    },
+}
 
 
 class ChatEncoder:
@@ -39,10 +53,10 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._encode = lru_cache(maxsize=_CACHED_BLOCKS)(self._encode_text)
+        self._cached_encode = lru_cache(maxsize=_CACHED_BLOCKS)(self._encode_text)
         self._cached_continuation = lru_cache(maxsize=_CACHED_BLOCKS)(self._continuation_text)
         self._system_allowed = self._try_opening()
-        probe = self._continuation_text(_PROBE)
+        probe = self._following_text([{"role": "user", "content": _PROBE}], ())
         self.extends = probe is not None and _PROBE in probe
         if not self.extends:
             _log.warning(
@@ -50,9 +64,45 @@ class ChatEncoder:
             )
         self.end_of_turn_id = self._first_special(probe.partition(_PROBE)[0]) if probe is not None else None
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the tokens of a conversation from its start up to the generation prompt."""
-        return list(self._encode(self._render(messages)))
+    @cached_property
+    def renders_tools(self) -> bool:
+        """True if the template shows the descriptions of functions to the policy."""
+        try:
+            return _MARKER in self._render([{"role": "user", "content": _PROBE}], [_PROBE_TOOL])
+        except Exception:  # templates raise what they like
+            return False
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters of one token, in the tokenizer's own writing, which has at least as many as the text."""
+        return max((len(token) for token in self._tokenizer.get_vocab()), default=1)
+
+    def opening(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Returns the tokens of a conversation from its start up to the generation prompt; raises as templates do."""
+        return list(self._encode(self._render(messages, tools)))
+
+    def following(
+        self, messages: Sequence[Message], tools: Tools, response_ids: Sequence[int], *, stopped: bool
+    ) -> list[int] | None:
+        """Returns the tokens between a response and the next one, whatever messages lie between; see `continuation`.
+
+        Returns:
+            None if the template does not show these messages after an assistant message that it repeats.
+        """
+        text = self._following_text(messages, tools) if self.extends else None
+        return None if text is None else self._after_response(text, response_ids, stopped=stopped)
+
+    def prompt(self, text: str) -> list[int]:
+        """Returns the tokens of a bare text, with the special tokens that the tokenizer puts before one."""
+        return list(self._tokenizer(text)["input_ids"])
+
+    def block(self, text: str) -> list[int]:
+        """Returns the tokens of a text that follows others."""
+        return list(self._encode(text))
+
+    def decoded(self, token_ids: Sequence[int]) -> str:
+        """Returns tokens as text, special ones included."""
+        return self._decode(token_ids)
 
     def continuation(self, message: Message, response_ids: Sequence[int], *, stopped: bool) -> list[int]:
         """Returns the tokens between a response and the next one: the end of the turn, the user message, the prompt.
@@ -70,6 +120,10 @@ class ChatEncoder:
         text = self._cached_continuation(message["content"])
         if text is None or not self.extends:
             raise ValueError("this chat template does not extend conversations")
+        return self._after_response(text, response_ids, stopped=stopped)
+
+    def _after_response(self, text: str, response_ids: Sequence[int], *, stopped: bool) -> list[int]:
+        """Returns the tokens of what the template writes after an assistant message, less the end that was drawn."""
         if stopped and response_ids:
             end = self._decode([response_ids[-1]])
             blank = len(text) - len(text.lstrip())
@@ -101,27 +155,29 @@ class ChatEncoder:
         ) from failure
 
     def _continuation_text(self, content: str) -> str | None:
-        """Returns what follows an assistant message when the user says `content`; None if the template hides that."""
-        messages = [
-            {"role": "user", "content": _PROBE},
-            {"role": "assistant", "content": _MARKER},
-            {"role": "user", "content": content},
-        ]
+        return self._following_text([{"role": "user", "content": content}], ())
+
+    def _following_text(self, messages: Sequence[Message], tools: Tools) -> str | None:
+        """Returns what the template writes after an assistant message; None if it hides that."""
+        before = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _MARKER}]
         try:
-            rendered = self._render(messages)
+            rendered = self._render([*before, *messages], tools)
         except Exception:  # templates raise what they like
             return None
         _, marker, rest = rendered.partition(_MARKER)
         return rest if marker else None
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        if not self._system_allowed and messages[0]["role"] == "system":
+    def _render(self, messages: Sequence[Message], tools: Tools = ()) -> str:
+        if not self._system_allowed and messages[0]["role"] == "system" and len(messages) > 1:
             first = {"role": "user", "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
             messages = [first, *messages[2:]]
         rendered: str = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, enable_thinking=False
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
         return rendered
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return self._cached_encode(text) if len(text) <= _LONGEST_CACHED else self._encode_text(text)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         if getattr(self._tokenizer, "is_fast", False):

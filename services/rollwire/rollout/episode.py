@@ -28,7 +28,7 @@ from rollwire.v1 import environment_pb2, rollout_pb2, trajectory_pb2
 _log = get_logger(__name__)
 GENERATION_TIMEOUT_S: Final = 300.0
 """Longest time for the response of one turn, queueing included."""
-_DRAWS_PER_TURN: Final = 8
+DRAWS_PER_TURN: Final = 8
 """A turn is drawn again when an update or a pause cut it; more often than this it is given up."""
 
 
@@ -178,7 +178,7 @@ class EpisodeRunner:
         request = GenerationRequest(token_ids, plan.sampling, seed, plan.max_episode_tokens, cache_key)
         try:
             async with asyncio.timeout(GENERATION_TIMEOUT_S):
-                for _ in range(_DRAWS_PER_TURN):
+                for _ in range(DRAWS_PER_TURN):
                     async with aclosing(self._policy.generate(request)) as stream:
                         pieces = [piece async for piece in stream]
                     if pieces[-1].stop_reason != trajectory_pb2.STOP_REASON_ABORTED:
@@ -191,7 +191,7 @@ class EpisodeRunner:
         except (GenerationError, RollwireError) as error:
             raise EpisodeFailed(trajectory_pb2.FAILURE_REASON_GENERATION_ERROR, str(error)) from error
         raise EpisodeFailed(
-            trajectory_pb2.FAILURE_REASON_GENERATION_ERROR, f"updates or pauses cut this turn {_DRAWS_PER_TURN} times"
+            trajectory_pb2.FAILURE_REASON_GENERATION_ERROR, f"updates or pauses cut this turn {DRAWS_PER_TURN} times"
         )
 
     def _first_messages(

@@ -16,22 +16,50 @@ _REPORT_SHARE: Final = 0.1
 _REPORT_S: Final = 1.0
 
 
+class EpisodeSlots:
+    """Counts the episodes of groups and the sessions of agents, which take the same places.
+
+    Args:
+        capacity: Episodes that may run at once.
+
+    Attributes:
+        capacity: As given.
+        taken: Places taken now.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.taken = 0
+
+    def take(self, asked: int) -> None:
+        """Takes places. Raises `RollwireError`, RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED`."""
+        if self.taken + asked > self.capacity:
+            raise exhausted(
+                Reason.EPISODES_EXHAUSTED,
+                f"{self.taken} episodes are running and {asked} more were asked for; allowed: {self.capacity} "
+                "(rollout.max_episodes); ask again when some have ended",
+                1.0,
+                running=str(self.taken),
+                capacity=str(self.capacity),
+            )
+        self.taken += asked
+
+    def give_back(self, count: int) -> None:
+        """Frees places."""
+        self.taken -= count
+
+
 class GroupRunner:
     """Plays groups.
 
     Args:
         runner: Plays one episode.
-        capacity: Episodes that may run at once.
-
-    Attributes:
-        running_episodes: Episodes running now.
-        capacity: As given.
+        slots: Places for episodes.
     """
 
-    def __init__(self, runner: EpisodeRunner, capacity: int) -> None:
+    def __init__(self, runner: EpisodeRunner, slots: EpisodeSlots) -> None:
         self._runner = runner
-        self.capacity = capacity
-        self.running_episodes = 0
+        self._slots = slots
 
     async def play(self, plan: GroupPlan, remaining_s: float) -> AsyncGenerator[rollout_pb2.RunGroupResponse, None]:
         """Yields exactly one result per planned episode, as they end; closing early cancels those still played.
@@ -44,19 +72,10 @@ class GroupRunner:
             RollwireError: RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED`.
         """
         asked = len(plan.indices)
-        if self.running_episodes + asked > self.capacity:
-            raise exhausted(
-                Reason.EPISODES_EXHAUSTED,
-                f"{self.running_episodes} episodes are running and {asked} more were asked for; allowed: "
-                f"{self.capacity} (rollout.max_episodes); ask again when some have ended",
-                1.0,
-                running=str(self.running_episodes),
-                capacity=str(self.capacity),
-            )
         timeout_s = remaining_s - min(_REPORT_S, remaining_s * _REPORT_SHARE)
         if plan.episode_timeout_s is not None:
             timeout_s = min(timeout_s, plan.episode_timeout_s)
-        self.running_episodes += asked
+        self._slots.take(asked)
         tasks = [asyncio.create_task(self._runner.play(plan, index, timeout_s)) for index in plan.indices]
         try:
             for result in asyncio.as_completed(tasks):
@@ -65,4 +84,4 @@ class GroupRunner:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self.running_episodes -= asked
+            self._slots.give_back(asked)

@@ -55,9 +55,7 @@ class EpisodeRecord:
             self.sequences.append(trajectory_pb2.TokenSequence())
         sequence = self.sequences[-1]
         begin = len(sequence.token_ids)
-        sequence.token_ids.extend(token_ids)
-        sequence.loss_mask.extend([False] * len(token_ids))
-        sequence.logprobs.extend([0.0] * len(token_ids))
+        append_prompt(sequence, token_ids)
         digest = b"" if observation is None else hashlib.sha256(observation.encode()).digest()
         self._open = _OpenTurn(len(self.sequences) - 1, begin, begin + len(token_ids), digest)
 
@@ -66,19 +64,7 @@ class EpisodeRecord:
         turn = self._open
         assert turn is not None and turn.response_end == 0, "a response needs a prompt"
         sequence = self.sequences[turn.sequence]
-        spans: list[trajectory_pb2.VersionSpan] = []
-        for piece in pieces:
-            begin = len(sequence.token_ids)
-            sequence.token_ids.extend(piece.token_ids)
-            sequence.loss_mask.extend([True] * len(piece.token_ids))
-            sequence.logprobs.extend(piece.logprobs)
-            end = len(sequence.token_ids)
-            if spans and spans[-1].version == piece.version:
-                spans[-1].range.end = end
-            elif end > begin:
-                span = trajectory_pb2.TokenRange(begin=begin, end=end)
-                spans.append(trajectory_pb2.VersionSpan(range=span, version=piece.version))
-        sequence.version_spans.extend(spans)
+        append_response(sequence, pieces)
         turn.response_end = len(sequence.token_ids)
         turn.stop_reason = pieces[-1].stop_reason
 
@@ -117,6 +103,30 @@ class EpisodeRecord:
             name: aggregate(found, aggregation.get(name, environment_pb2.METRIC_AGGREGATION_MEAN))
             for name, found in sorted(values.items())
         }
+
+
+def append_prompt(sequence: trajectory_pb2.TokenSequence, token_ids: Sequence[int]) -> None:
+    """Appends tokens that the policy was shown."""
+    sequence.token_ids.extend(token_ids)
+    sequence.loss_mask.extend([False] * len(token_ids))
+    sequence.logprobs.extend([0.0] * len(token_ids))
+
+
+def append_response(sequence: trajectory_pb2.TokenSequence, pieces: Sequence[Piece]) -> None:
+    """Appends tokens that the policy sampled, each piece drawn by the version that it names."""
+    spans: list[trajectory_pb2.VersionSpan] = []
+    for piece in pieces:
+        begin = len(sequence.token_ids)
+        sequence.token_ids.extend(piece.token_ids)
+        sequence.loss_mask.extend([True] * len(piece.token_ids))
+        sequence.logprobs.extend(piece.logprobs)
+        end = len(sequence.token_ids)
+        if spans and spans[-1].version == piece.version:
+            spans[-1].range.end = end
+        elif end > begin:
+            span = trajectory_pb2.TokenRange(begin=begin, end=end)
+            spans.append(trajectory_pb2.VersionSpan(range=span, version=piece.version))
+    sequence.version_spans.extend(spans)
 
 
 def aggregate(values: Sequence[float], how: _Aggregation.ValueType) -> float:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 
+from rollwire.rollout.agents.desk import AgentDesk
+from rollwire.rollout.agents.registry import PolicySessions
+from rollwire.rollout.agents.start import listen, serve_agents
 from rollwire.rollout.chat import ChatEncoder
 from rollwire.rollout.engine import Engine
 from rollwire.rollout.engines.choose import start_engine
 from rollwire.rollout.environments import EnvironmentPool
 from rollwire.rollout.episode import EpisodeRunner, Hashes
-from rollwire.rollout.groups import GroupRunner
+from rollwire.rollout.groups import EpisodeSlots, GroupRunner
 from rollwire.rollout.pause import Pauser
 from rollwire.rollout.policy import Policy
 from rollwire.rollout.prompts import SYSTEM_TEMPLATE, TURN_TEMPLATE, PromptTemplates
@@ -30,6 +33,9 @@ from rollwire.serving.model_files import load_tokenizer, template_hash, tokenize
 from rollwire.serving.server import Readiness, ServeError
 from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import rollout_pb2_grpc
+
+if TYPE_CHECKING:
+    from rollwire.rollout.agents.http_server import HttpServer
 
 # The environment server answers within its own limit; the network gets this much on top.
 _STEP_MARGIN_S: Final = 5.0
@@ -55,7 +61,8 @@ class RolloutServer:
         self._config = config
         self._servicer = RolloutServicer()
         self._opener: SessionOpener | None = None
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
+        self._http: HttpServer | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
         """See `Service`."""
@@ -71,6 +78,7 @@ class RolloutServer:
         config = self._config
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         prompts = _templates(config)
+        self._http = listen(config.rollout.http)
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
         encoder = ChatEncoder(tokenizer)
         started = await start_engine(config)
@@ -87,27 +95,35 @@ class RolloutServer:
             end_token_ids=started.end_token_ids | _end_token_ids(tokenizer, encoder),
             environment_targets=tuple(config.services.environment),
         )
+        slots = EpisodeSlots(config.rollout.max_episodes)
+        # A kept prefix changes the last bits of what follows, so in a deterministic run callers get none.
+        keep_prefixes = not config.run.deterministic
         self._servicer.parts = Parts(
             policy=policy,
             updater=WeightUpdater(policy, buffers=started.buffers, same_host=config.rollout.same_host_weights),
             pauser=Pauser(policy),
             checker=WeightChecker(policy),
             sleeper=Sleeper(policy),
-            groups=GroupRunner(runner, config.rollout.max_episodes),
+            slots=slots,
+            groups=GroupRunner(runner, slots),
+            agents=await self._serve_agents(policy, encoder, slots, hashes, keep_prefixes=keep_prefixes),
             pool=pool,
             limits=limits,
             hashes=hashes,
-            # A kept prefix changes the last bits of what follows, so in a deterministic run callers get none.
-            keep_prefixes=not config.run.deterministic,
+            keep_prefixes=keep_prefixes,
         )
         await readiness.set(True)
-        self._watch = asyncio.create_task(_end_with(engine, readiness))
+        self._watches = [asyncio.create_task(_end_with(engine, readiness)), asyncio.create_task(self._drain(readiness))]
 
     async def close(self) -> None:
         """See `Service`."""
-        if self._watch is not None:
-            self._watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         parts = self._servicer.parts
+        if self._http is not None:
+            await self._http.close()
+        if parts is not None and parts.agents is not None:
+            parts.agents.sessions.end_all()
         if parts is not None and self._opener is not None:
             await parts.updater.close()
             parts.pauser.resume()
@@ -116,6 +132,24 @@ class RolloutServer:
             await self._opener.finish()
             await parts.pool.close()
             await parts.policy.engine.close()
+
+    async def _serve_agents(
+        self, policy: Policy, encoder: ChatEncoder, slots: EpisodeSlots, hashes: Hashes, *, keep_prefixes: bool
+    ) -> AgentDesk | None:
+        """Serves agents, if the configuration says where."""
+        if self._http is None:
+            return None
+        rollout = self._config.rollout
+        sessions = PolicySessions(
+            slots, hashes, rollout.episode_timeout_s, keep_prefixes=keep_prefixes, release=policy.engine.release
+        )
+        return await serve_agents(self._http, rollout.http, policy, encoder, sessions)
+
+    async def _drain(self, readiness: Readiness) -> None:
+        """Lets agents begin no call once the server shuts down."""
+        await readiness.draining.wait()
+        if self._http is not None:
+            self._http.drain()
 
 
 async def _end_with(engine: Engine, readiness: Readiness) -> None:

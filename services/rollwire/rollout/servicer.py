@@ -12,10 +12,12 @@ from typing import Final
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
+from rollwire.rollout.agents.desk import AgentDesk
+from rollwire.rollout.agents.plans import check_session_id, read_open
 from rollwire.rollout.engine import GenerationError, GenerationRequest
 from rollwire.rollout.environments import EnvironmentPool
 from rollwire.rollout.episode import Hashes
-from rollwire.rollout.groups import GroupRunner
+from rollwire.rollout.groups import EpisodeSlots, GroupRunner
 from rollwire.rollout.pause import Pauser
 from rollwire.rollout.policy import Policy, no_weights
 from rollwire.rollout.requests import (
@@ -54,7 +56,9 @@ class Parts:
         pauser: Pauses it.
         checker: Compares what the engine holds with what was loaded.
         sleeper: Frees the device.
+        slots: Places for episodes and sessions.
         groups: Plays groups.
+        agents: Sessions of agents and where they call; None without an HTTP edge.
         pool: Environment servers.
         limits: What requests may ask for.
         hashes: Tokenizer and templates.
@@ -66,7 +70,9 @@ class Parts:
     pauser: Pauser
     checker: WeightChecker
     sleeper: Sleeper
+    slots: EpisodeSlots
     groups: GroupRunner
+    agents: AgentDesk | None
     pool: EnvironmentPool
     limits: Limits
     hashes: Hashes
@@ -103,8 +109,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             active_digest=active.digest if active is not None else b"",
             max_sequence_tokens=description.max_sequence_tokens,
             max_concurrent_sequences=description.max_concurrent_sequences,
-            episode_capacity=parts.groups.capacity,
-            running_episodes=parts.groups.running_episodes,
+            episode_capacity=parts.slots.capacity,
+            running_episodes=parts.slots.taken,
             device=description.device,
             dtype=description.dtype,
             resident_bytes=_resident_bytes(),
@@ -237,6 +243,38 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         active = await parts.sleeper.wake()
         return rollout_pb2.WakeResponse(active_version=active.version if active is not None else None)
 
+    async def OpenPolicySession(
+        self, request: rollout_pb2.OpenPolicySessionRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.OpenPolicySessionResponse:
+        """See the contract."""
+        parts = self.loaded()
+        self._fencing.admit(request.fence)
+        desk = _agents(parts)
+        plan = read_open(request, parts.limits)
+        required = request.required_version if request.HasField("required_version") else None
+        if required is not None:
+            check_version("required_version", required)
+        desk.sessions.open(plan, lambda: _require_version(parts.policy, required))
+        return rollout_pb2.OpenPolicySessionResponse(base_url=desk.base_url, model=desk.model)
+
+    async def ClosePolicySession(
+        self, request: rollout_pb2.ClosePolicySessionRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.ClosePolicySessionResponse:
+        """See the contract."""
+        parts = self.loaded()
+        self._fencing.admit(request.fence)
+        check_session_id(request.session_id)
+        return _agents(parts).sessions.close(request)
+
+    async def ListPolicySessions(
+        self, request: rollout_pb2.ListPolicySessionsRequest, context: grpc.aio.ServicerContext
+    ) -> rollout_pb2.ListPolicySessionsResponse:
+        """See the contract."""
+        parts = self.loaded()
+        self._fencing.admit(request.fence)
+        sessions = [] if parts.agents is None else parts.agents.sessions.listed(request.fence.run_id)
+        return rollout_pb2.ListPolicySessionsResponse(sessions=sessions)
+
     def loaded(self) -> Parts:
         """Returns the parts. Raises `RollwireError`, UNAVAILABLE / `NO_WEIGHTS`, while the model is being loaded."""
         if self.parts is None:
@@ -260,6 +298,15 @@ def _require_version(policy: Policy, required: weights_pb2.WeightVersion | None)
             "UpdateWeights first",
             active=version_text(active.version),
         )
+
+
+def _agents(parts: Parts) -> AgentDesk:
+    if parts.agents is None:
+        raise precondition(
+            Reason.AGENTS_DISABLED,
+            "this rollout server has no HTTP edge for agents; start it with rollout.http.address=HOST:PORT",
+        )
+    return parts.agents
 
 
 async def _refuse_unknown_tag(pool: EnvironmentPool, plan: GroupPlan) -> None:

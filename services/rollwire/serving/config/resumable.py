@@ -14,6 +14,7 @@ HARMLESS: Final = (
     "environment.max_sessions",
     "environment.providers",
     "placement",
+    "rollout.http",
     "rollout.same_host_weights",
     "run.checkpoint_every_steps",
     "run.keep_checkpoints",

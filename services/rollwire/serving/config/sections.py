@@ -113,6 +113,47 @@ class VllmSection(Section):
     without effect on CPU."""
 
 
+class HttpSection(Section):
+    """The rollout server's HTTP edge for agents that keep their own loop. Needs the extra `agents`."""
+
+    address: str | None = None
+    """`host:port` to listen on; port 0 takes a free one. `null` is off."""
+
+    insecure: bool = False
+    """Confirms an address that is not loopback: the keys of sessions cross the network unencrypted."""
+
+    public_url: str | None = None
+    """Base URL as agents reach it, such as `https://policy.example.org/v1`; `null` means `http://<address>/v1`."""
+
+    max_concurrent_calls: Positive = 512
+    """Calls that are answered at once; more answer 429."""
+
+    max_request_mib: Annotated[int, Field(ge=1, le=64)] = 4
+    """Largest request; a larger one answers 413."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> HttpSection:
+        if self.address is None:
+            return self
+        host, colon, port = self.address.rpartition(":")
+        if not host or not colon or not port.isdigit() or int(port) > 65_535:
+            raise ValueError(f"rollout.http.address is {self.address!r}; allowed: host:port, or null")
+        loopback = host in ("localhost", "[::1]") or host.startswith("127.")
+        if not loopback and not self.insecure:
+            raise ValueError(
+                f"rollout.http.address is {self.address!r}: keys would cross the network unencrypted. Listen on "
+                "127.0.0.1 behind a proxy with TLS, or set rollout.http.insecure=true if the network is private"
+            )
+        if self.public_url is None and host in ("0.0.0.0", "[::]"):  # noqa: S104 - a comparison
+            raise ValueError(
+                f"rollout.http.address is {self.address!r}, which agents cannot call; set rollout.http.public_url to "
+                "the URL as they reach it, such as http://10.0.0.7:8000/v1"
+            )
+        if self.public_url is not None and not self.public_url.startswith(("http://", "https://")):
+            raise ValueError(f"rollout.http.public_url is {self.public_url!r}; allowed: a URL with http:// or https://")
+        return self
+
+
 class RolloutSection(Section):
     """The rollout server."""
 
@@ -122,6 +163,9 @@ class RolloutSection(Section):
 
     vllm: VllmSection = VllmSection()
     """What only vLLM has."""
+
+    http: HttpSection = HttpSection()
+    """The HTTP edge for agents."""
 
     pause_mode: Literal["wait", "abort", "keep"] = "wait"
     """What a weight update does to running generations: `wait` gives them ten seconds and aborts the rest, `abort`
