@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rollwire.client.png import PNG_SIGNATURE
+
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "environments.md"
 OPENENV_SERVER = ROOT / "tests" / "support" / "openenv_guess.py"
@@ -107,6 +109,9 @@ async def test_every_configuration_of_the_page_can_be_served_and_played(
             reply = await client.step(opened.session_id, 0, answers[tag])
             assert not reply.failure.kind, reply.failure
             assert reply.metrics.get("action_is_valid", 1.0) == 1.0
+            for png in (opened.observation_png, reply.observation_png):
+                assert png.startswith(PNG_SIGNATURE if tag.startswith("Seen") else b"")
+                assert bool(png) == tag.startswith("Seen")
             if tag == "SumWithPython":
                 assert reply.observation.startswith("42\n")
                 assert (reply.metrics["tool_use_counter"], reply.metrics["tool_success"]) == (1.0, 1.0)
