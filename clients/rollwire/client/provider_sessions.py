@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from rollwire.client.drawings import draw
+from rollwire.client.job_threads import JobThreads
 from rollwire.client.provided import ProvidedEnvironment, close_environment, play_turn
 from rollwire.client.results import failure, failure_of
 from rollwire.client.session_errors import refusal
@@ -25,7 +26,7 @@ from rollwire.client.sessions import (
     SessionError,
     SessionTable,
 )
-from rollwire.client.threads import ThreadsHungError, WorkerThreads, WorkTimeoutError
+from rollwire.client.threads import ThreadsHungError, WorkTimeoutError
 from rollwire.rpc.call_errors import to_call_error
 from rollwire.rpc.errors import Reason, RollwireError, exhausted, invalid_field, not_found, precondition
 from rollwire.v1 import environment_pb2 as pb
@@ -41,12 +42,22 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Game:
-    """An environment in use; `hung` says why it must not be touched again."""
+    """An environment in use.
+
+    Attributes:
+        environment: The environment, reset.
+        response: Its start state.
+        turns: Turns played.
+        hung: Why it must not be touched again, once it hangs.
+        turn: The turn that a thread is playing, if one is.
+        lock: Held by whatever else uses it, and by turns that have to wait for that.
+    """
 
     environment: Any
     response: pb.OpenSessionResponse
     turns: int = 0
     hung: pb.EnvironmentFailure | None = None
+    turn: asyncio.Future[pb.StepResponse] | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -64,8 +75,8 @@ class ProviderSessions:
     def __init__(self, environments: Mapping[str, ProvidedEnvironment], capacity: int) -> None:
         self._environments = environments
         self._table: SessionTable[_Game, pb.StepResponse] = SessionTable(capacity, time.monotonic)
-        self._threads = WorkerThreads("environment", capacity)
-        self._under_way: dict[_Session, asyncio.Task[Any]] = {}
+        self._threads = JobThreads("environment", capacity)
+        self._under_way: dict[_Session, asyncio.Future[Any]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._failed_openings: dict[str, pb.OpenSessionResponse] = {}
 
@@ -141,7 +152,7 @@ class ProviderSessions:
         timeout_s: float,
     ) -> pb.OpenSessionResponse:
         try:
-            started = await self._in_thread(lambda: environment.start(options, seed), timeout_s)
+            started = await self._in_thread(lambda: environment.start(options, seed), timeout_s, RollwireError)
         except BaseException:
             self._table.forget(session)
             raise
@@ -172,19 +183,44 @@ class ProviderSessions:
         if admission is Admission.REPEAT and session.reply is not None:
             return session.reply
         if admission is Admission.RUN and session.opened is not None:
-            self._run(session, self._play(session, session.opened, request.action, timeout_s))
+            game = session.opened
+            if game.lock.locked() or game.hung is not None:
+                self._run(session, self._play_later(session, game, request.action, timeout_s))
+            else:
+                self._under_way[session] = game.turn = self._play(session, game, request.action, timeout_s)
         response: pb.StepResponse = await asyncio.shield(self._under_way[session])
         return response
 
-    async def _play(self, session: _Session, game: _Game, action: str, timeout_s: float) -> pb.StepResponse:
+    def _play(self, session: _Session, game: _Game, action: str, timeout_s: float) -> asyncio.Future[pb.StepResponse]:
+        """Has a thread play a turn; most turns come through here, so no task is made."""
+        outcome: asyncio.Future[pb.StepResponse] = asyncio.get_running_loop().create_future()
+
+        def done(found: pb.StepResponse | pb.EnvironmentFailure | None, error: BaseException | None) -> None:
+            game.turn = None
+            if self._under_way.get(session) is outcome:
+                del self._under_way[session]
+            if error is not None:
+                found = game.hung = _hanging(error, timeout_s)
+            outcome.set_result(self._turn_ended(session, game, found))
+
+        self._threads.submit(_guarded(lambda: play_turn(game.environment, action)), timeout_s, done)
+        return outcome
+
+    async def _play_later(self, session: _Session, game: _Game, action: str, timeout_s: float) -> pb.StepResponse:
+        """Plays a turn after what uses the environment now."""
         found = await self._with_game(game, lambda: play_turn(game.environment, action), timeout_s)
-        if isinstance(found, pb.EnvironmentFailure):
-            response = pb.StepResponse(failure=found)
-        else:
+        return self._turn_ended(session, game, found)
+
+    def _turn_ended(
+        self, session: _Session, game: _Game, found: pb.StepResponse | pb.EnvironmentFailure | None
+    ) -> pb.StepResponse:
+        if isinstance(found, pb.StepResponse):
             response = found
             game.turns += 1
             if game.turns >= game.response.max_turns and not response.terminated:
                 response.truncated = True
+        else:
+            response = pb.StepResponse(failure=found)
         ended = response.HasField("failure") or response.terminated or response.truncated
         self._table.end_turn(session, response, ended=ended)
         return response
@@ -239,7 +275,10 @@ class ProviderSessions:
         await self._with_game(game, lambda: close_environment(game.environment), _CLOSE_TIMEOUT_S)
 
     async def _with_game(self, game: _Game, work: Callable[[], T], timeout_s: float) -> T | pb.EnvironmentFailure:
+        """Runs work on an environment, after the turn that is being played."""
         async with game.lock:
+            if game.turn is not None:
+                await asyncio.shield(game.turn)
             if game.hung is not None:
                 return game.hung
             found = await self._in_thread(work, timeout_s)
@@ -247,23 +286,35 @@ class ProviderSessions:
                 game.hung = found
             return found
 
-    async def _in_thread(self, work: Callable[[], T], timeout_s: float) -> T | pb.EnvironmentFailure:
-        """Runs the user's code; whatever goes wrong is returned as a failure, except for refused options."""
-
-        def guarded() -> T | pb.EnvironmentFailure:
-            try:
-                return work()
-            except RollwireError:
-                raise
-            except BaseException as error:  # an environment may raise anything, SystemExit too
-                _log.warning("an environment failed", exc_info=error)
-                return failure_of(error)
-
+    async def _in_thread(
+        self, work: Callable[[], T], timeout_s: float, *passing: type[Exception]
+    ) -> T | pb.EnvironmentFailure:
+        """Runs the user's code; whatever goes wrong is returned as a failure, but for errors that may pass."""
         try:
-            return await self._threads.run(guarded, timeout_s)
-        except WorkTimeoutError:
-            message = f"no answer within {timeout_s:g} s"
-        except ThreadsHungError:
-            message = "all threads of this provider hang; restart it"
-        _log.warning("an environment hangs: %s", message)
-        return failure(pb.ENVIRONMENT_FAILURE_KIND_TIMEOUT, "Timeout", message)
+            found: T | pb.EnvironmentFailure = await self._threads.run(_guarded(work, *passing), timeout_s)
+            return found
+        except (WorkTimeoutError, ThreadsHungError) as error:
+            return _hanging(error, timeout_s)
+
+
+def _guarded(work: Callable[[], T], *passing: type[Exception]) -> Callable[[], T | pb.EnvironmentFailure]:
+    """Returns work that returns what goes wrong as a failure, but for errors that may pass."""
+
+    def guarded() -> T | pb.EnvironmentFailure:
+        try:
+            return work()
+        except passing:
+            raise
+        except BaseException as error:  # an environment may raise anything, SystemExit too
+            _log.warning("an environment failed", exc_info=error)
+            return failure_of(error)
+
+    return guarded
+
+
+def _hanging(error: BaseException, timeout_s: float) -> pb.EnvironmentFailure:
+    """Returns the failure for work that has got no thread, or does not end."""
+    hangs = isinstance(error, WorkTimeoutError)
+    message = f"no answer within {timeout_s:g} s" if hangs else "all threads of this provider hang; restart it"
+    _log.warning("an environment hangs: %s", message)
+    return failure(pb.ENVIRONMENT_FAILURE_KIND_TIMEOUT, "Timeout", message)
