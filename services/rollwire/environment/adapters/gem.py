@@ -16,7 +16,7 @@ _SINGLE_TURN = ("rg:", "math:", "code:", "logic:", "qa:", "eval:")
 class Gem:
     """An environment of GEM, by its id."""
 
-    isolation = "process"
+    isolation = "process"  # one session each: resets seed global generators
     config_only_options = ("id", "kwargs", "modules")
 
     def __init__(

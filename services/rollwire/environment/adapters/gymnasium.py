@@ -20,6 +20,7 @@ class Gymnasium:
     """An environment of gymnasium whose actions are discrete and which draws itself as text or has a short state."""
 
     isolation = "process"
+    sessions_per_process = 16  # its environments draw from generators of their own
     config_only_options = ("id", "kwargs", "actions", "action_pattern", "observation_template")
 
     def __init__(

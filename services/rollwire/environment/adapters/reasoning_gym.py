@@ -16,6 +16,7 @@ class ReasoningGym:
     """A data set of reasoning-gym: the seed decides the question, the reward is the score of the answer."""
 
     isolation = "process"
+    sessions_per_process = 16  # questions are drawn from generators of their own
     config_only_options = ("dataset", "dataset_options", "action_pattern")
     max_turns = 1
     metrics_agg_mode: ClassVar = {
