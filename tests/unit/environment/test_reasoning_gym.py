@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from typing import Any
 
@@ -24,6 +25,20 @@ def test_the_right_answer_pays_and_the_seed_decides_the_question() -> None:
         _, reward, terminated, truncated, info = game.step(f"I think\n<answer> {entry['answer']} </answer>")
         assert (reward, terminated, truncated) == (1.0, True, False)
         assert info["metrics"] == {"action_is_valid": 1.0, "format_penalty": 0.0, "score": 1.0, "success": 1.0}
+
+
+@pytest.mark.parametrize("dataset", ["list_functions", "pool_matrix", "countdown"])
+def test_data_sets_that_draw_from_global_generators_follow_the_seed_and_disturb_nobody(dataset: str) -> None:
+    random.seed(1)
+    expected = [random.random() for _ in range(4)]
+    random.seed(1)
+    drawn = []
+    questions = []
+    for seed in (3, 4, 3):
+        questions.append(ReasoningGym(dataset).reset(seed)[0])
+        drawn.append(random.random())
+    assert questions[0] == questions[2] != questions[1]
+    assert drawn == expected[:3]
 
 
 def test_a_wrong_answer_pays_nothing_and_none_costs_the_penalty() -> None:

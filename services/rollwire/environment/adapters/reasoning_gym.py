@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, ClassVar
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Final
+
+import numpy as np
 
 from rollwire.environment.adapters.libraries import require, seed_of_32_bits
 from rollwire.environment.answers import ANSWER_PATTERN, AnswerReader
 
 StepReply = tuple[str, float, bool, bool, dict[str, Any]]
+_DRAWING: Final = threading.Lock()
 _INSTRUCTIONS = "Solve the problem. The answer must have the format <answer>your answer</answer>"
 
 
@@ -16,7 +23,7 @@ class ReasoningGym:
     """A data set of reasoning-gym: the seed decides the question, the reward is the score of the answer."""
 
     isolation = "process"
-    sessions_per_process = 16  # questions are drawn from generators of their own
+    sessions_per_process = 16
     config_only_options = ("dataset", "dataset_options", "action_pattern")
     max_turns = 1
     metrics_agg_mode: ClassVar = {
@@ -90,5 +97,20 @@ class ReasoningGym:
         return "", score + penalty, True, False, {"metrics": metrics}
 
     def _drawn(self, seed: int) -> tuple[Any, Any]:
-        source = self._library.create_dataset(self._dataset, size=1, seed=seed, **self._options)
-        return source, source[0]
+        with _seeded(seed):
+            source = self._library.create_dataset(self._dataset, size=1, seed=seed, **self._options)
+            return source, source[0]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seeds the global generators, from which a few data sets draw, and puts them back; for one session at a time."""
+    with _DRAWING:
+        states = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
