@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +14,11 @@ import pytest
 from rollwire.client import serve_environment_async
 from rollwire.client.environment import EnvironmentClient
 from rollwire.compliance.proxy import tcp_proxy
+from rollwire.environment.service import EnvironmentServer
 from rollwire.rpc.channel import open_environment_channel
 from rollwire.rpc.errors import RollwireError, from_rpc_error
+from rollwire.serving.config.models import RunConfig
+from rollwire.serving.server import Binding, serving
 from rollwire.v1 import environment_pb2 as pb
 from rollwire.v1 import environment_pb2_grpc as pb_grpc
 from tests.contract.providers.conftest import LIMIT_S, Provide, Serve, gone, offered, opening, until
@@ -264,3 +267,20 @@ async def test_a_server_that_takes_no_providers(serve: Serve, games: ModuleType)
     async with serve(max_providers=0) as client:
         with pytest.raises(RollwireError, match="takes 0 providers"):
             await serve_environment_async(client.target, {"Count": games.Counting}, give_up_after_s=0)
+
+
+async def test_a_server_that_shuts_down_does_not_wait_for_its_providers(provide: Provide, games: ModuleType) -> None:
+    async with AsyncExitStack() as server, asyncio.timeout(LIMIT_S):
+        grace_s = 10 * LIMIT_S
+        running = await server.enter_async_context(serving(EnvironmentServer(RunConfig()), Binding(), grace_s=grace_s))
+        async with (
+            provide(running.address, {"Count": games.Counting}),
+            raw_provider(running.address) as raw,
+            EnvironmentClient(running.address) as client,
+        ):
+            await raw.hello()
+            await offered(client, "Count", "Raw")
+            await client.open_session(opening("Count"))
+            reading = asyncio.create_task(raw.call.read())
+            await server.aclose()
+            assert (await reading).HasField("drain")
