@@ -28,6 +28,7 @@ class PolicySessionsFake:
         self.discarded: list[str] = []
         self.open_fault: Callable[[], None] = lambda: None
         self.close_fault: Callable[[], None] = lambda: None
+        self.base_url = "http://127.0.0.1:1/v1"
         self.spoil: Callable[[trajectory_pb2.Trajectory], None] = lambda trajectory: None
 
     def call(self, session_id: str) -> str:
@@ -53,7 +54,7 @@ class PolicySessionsFake:
         self.sessions[request.session_id] = request
         self.opened.append(request)
         self.in_flight += 1
-        return rollout_pb2.OpenPolicySessionResponse(base_url="http://127.0.0.1:1/v1", model="tiny")
+        return rollout_pb2.OpenPolicySessionResponse(base_url=self.base_url, model="tiny")
 
     async def ClosePolicySession(
         self, request: rollout_pb2.ClosePolicySessionRequest, context: Any

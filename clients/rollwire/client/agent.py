@@ -12,6 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from rollwire.client.background import run_in_background
 from rollwire.client.coordinator import CoordinatorClient
+from rollwire.client.options import integral
 from rollwire.client.patience import Patience, RunEndedError
 from rollwire.rpc.errors import RollwireError
 from rollwire.rpc.ids import new_id
@@ -32,7 +33,7 @@ class AgentSession:
         api_key: Key for them, valid until the session is finished.
         model: Name of the model for calls.
         seed: Seed of the task: equal for all sessions of a group.
-        options: The entry's `options` in the run's configuration.
+        options: The entry's `options` in the run's configuration; 4.0 has become 4.
         task_name: The name that was asked for, or the one that the coordinator chose.
         group_id: Group of the session.
         episode_index: Position in the group, from 0.
@@ -50,7 +51,7 @@ class AgentSession:
         self.api_key = answer.api_key
         self.model = answer.model
         self.seed = answer.seed
-        self.options: dict[str, Any] = json_format.MessageToDict(answer.options)
+        self.options = {name: integral(value) for name, value in json_format.MessageToDict(answer.options).items()}
         self.task_name = answer.task_name
         self.group_id = answer.group_id
         self.episode_index = answer.episode_index

@@ -496,12 +496,12 @@ class AgentResult(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     TRUNCATED_FIELD_NUMBER: builtins.int
     reward: builtins.float
-    """Reward of the whole session, added to that of its last call. Finite."""
+    """Reward of the whole session, added to that of its last call. Within ±1e9."""
     truncated: builtins.bool
     """True if the episode was cut, false if it reached its end."""
     @property
     def call_rewards(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Rewards of single calls, by the `id` of OpenAI's response. Finite."""
+        """Rewards of single calls, by the `id` of OpenAI's response. Within ±1e9."""
 
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
@@ -636,7 +636,7 @@ class SubmitTrajectoriesRequest(google.protobuf.message.Message):
     @property
     def trajectory(self) -> rollwire.v1.trajectory_pb2.Trajectory:
         """At most 4 MiB. `trajectory_id`, 1 to 128 printable ASCII characters, and `group_id`, `[a-z0-9][a-z0-9_.-]{0,62}`, are
-        chosen by the pusher, unique for ever; `environment_seed` is below 2^63.
+        chosen by the pusher, unique for ever; `environment_seed` is below 2^63, rewards are within ±1e9.
         """
 
     def __init__(

@@ -9,6 +9,7 @@ from typing import Final
 
 from google.protobuf.duration_pb2 import Duration
 
+from rollwire.coordinator.intake import MAX_REWARD
 from rollwire.rpc.errors import invalid_field
 from rollwire.rpc.ids import METRIC_PATTERN, REQUEST_ID_PATTERN
 from rollwire.v1 import coordinator_pb2
@@ -18,6 +19,7 @@ MAX_LEASE_S: Final = 3600.0
 MAX_METRICS: Final = 256
 MAX_CALLS: Final = 1024
 MAX_FAILURE_BYTES: Final = 4096
+_REWARD: Final = f"a number within ±{MAX_REWARD:g}"
 _TASK_NAME: Final = re.compile(r"[ -~]{0,128}")
 
 
@@ -53,10 +55,10 @@ def check_close(request: coordinator_pb2.CloseAgentSessionRequest) -> None:
             raise invalid_field("failure", request.failure, f"at most {MAX_FAILURE_BYTES} bytes")
         return
     result = request.completed
-    if not math.isfinite(result.reward):
-        raise invalid_field("completed.reward", result.reward, "a finite number")
-    _check_numbers("completed.call_rewards", result.call_rewards, MAX_CALLS)
-    _check_numbers("completed.metrics", result.metrics, MAX_METRICS)
+    if not abs(result.reward) <= MAX_REWARD:
+        raise invalid_field("completed.reward", result.reward, _REWARD)
+    _check_numbers("completed.call_rewards", result.call_rewards, MAX_CALLS, MAX_REWARD)
+    _check_numbers("completed.metrics", result.metrics, MAX_METRICS, math.inf)
     for name in result.metrics:
         if METRIC_PATTERN.fullmatch(name) is None:
             raise invalid_field("completed.metrics", name, "names of 1 to 128 characters A-Z a-z 0-9 _ . / -")
@@ -69,9 +71,9 @@ def duration(seconds: float) -> Duration:
     return found
 
 
-def _check_numbers(path: str, values: Mapping[str, float], limit: int) -> None:
-    if len(values) > limit:
-        raise invalid_field(path, f"{len(values)} entries", f"at most {limit} entries")
+def _check_numbers(path: str, values: Mapping[str, float], entries: int, largest: float) -> None:
+    if len(values) > entries:
+        raise invalid_field(path, f"{len(values)} entries", f"at most {entries} entries")
     for name, value in values.items():
-        if not math.isfinite(value):
-            raise invalid_field(f"{path}[{name!r}]", value, "a finite number")
+        if not (math.isfinite(value) and abs(value) <= largest):
+            raise invalid_field(f"{path}[{name!r}]", value, "a finite number" if largest == math.inf else _REWARD)

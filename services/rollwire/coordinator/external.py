@@ -12,6 +12,7 @@ from rollwire.coordinator.agent_sessions import AgentSessions
 from rollwire.coordinator.agent_source import AgentSource
 from rollwire.coordinator.agent_watch import AgentWatch
 from rollwire.coordinator.budgets import Budgets
+from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.metrics import Metrics
 from rollwire.coordinator.peers import Descriptions
@@ -28,8 +29,10 @@ from rollwire.coordinator.submissions import Submissions
 from rollwire.rpc.errors import Reason, not_found
 from rollwire.serving.config import RunConfig
 from rollwire.serving.config.environments import TrainEnvironment
+from rollwire.serving.logs import get_logger
 from rollwire.v1 import coordinator_pb2, trajectory_pb2
 
+_log = get_logger(__name__)
 END_GRACE_S: Final = 5.0
 BUFFERED_STEPS: Final = 2
 """Pushed groups of a tag that may wait, in training steps."""
@@ -87,7 +90,7 @@ class External:
         self._submissions = Submissions(
             groups, self._terms, ledger, self._gate, lambda: status.version, staleness, timeout_s
         )
-        self._pushed = PushedSource(groups, self._submissions, ledger, timeout_s)
+        self._pushed = PushedSource(groups, self._submissions, ledger, timeout_s, status.count_episode)
         agents = AgentSource(desk, self._sessions, ledger, lambda: status.version, staleness, timeout_s, budgets)
         by_kind: Mapping[str, GroupSource] = {"agent": agents, "pushed": self._pushed}
         self.sources = {tag: by_kind[entry.source] for tag, entry in self._entries.items() if entry.source in by_kind}
@@ -99,6 +102,7 @@ class External:
             await self._submissions.restore()
         if any(entry.source == "agent" for entry in self._entries.values()):
             watching = asyncio.get_running_loop().create_task(self._watch.run())
+            watching.add_done_callback(self._watch_ended)
             self._stack.callback(watching.cancel)
         self._gate.begin()
 
@@ -181,6 +185,13 @@ class External:
             for name in ("accepted", "duplicate", "stale", "rejected", "groups_stale", "groups_incomplete"):
                 found[f"pushed/{name}"] = float(self._submissions.counts[name])
         return found
+
+    def _watch_ended(self, watching: asyncio.Task[None]) -> None:
+        """Ends the run when nobody would find agents that vanish any more."""
+        error = None if watching.cancelled() else watching.exception()
+        if error is not None:
+            _log.error("the watch over agents failed", exc_info=error)
+            self._sessions.fail(RunError(f"the sessions of agents cannot be watched: {type(error).__name__}: {error}"))
 
     def _entry(self, tag: str, source: str) -> TrainEnvironment:
         entry = self._entries.get(tag)

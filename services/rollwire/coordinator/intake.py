@@ -18,6 +18,10 @@ LEFT_BEHIND: Final = -(1 << 32)
 """Stands for the step of weights that the run has left: older than any bound."""
 
 
+MAX_REWARD: Final = 1e9
+"""Largest size of a reward that comes from outside: sums and squares of such numbers stay finite wherever they go."""
+
+
 class ProtocolError(Exception):
     """A server sent something that the contract rules out."""
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from rollwire.coordinator.intake import ProtocolError, check_trajectory
+from rollwire.coordinator.intake import MAX_REWARD, ProtocolError, check_trajectory
 from rollwire.rpc.ids import METRIC_PATTERN, is_name
 from rollwire.rpc.limits import MIB
 from rollwire.v1 import coordinator_pb2, trajectory_pb2
@@ -154,6 +154,8 @@ def _check_turns(trajectory: trajectory_pb2.Trajectory) -> None:
             raise _malformed(path, "ranges out of order", "the prompt before the response, both within the sequence")
         if len(turn.observation_digest) not in (0, 32):
             raise _malformed(f"{path}.observation_digest", f"{len(turn.observation_digest)} bytes", "0 or 32 bytes")
+        if abs(turn.reward) > MAX_REWARD:
+            raise _malformed(f"{path}.reward", turn.reward, f"a number within ±{MAX_REWARD:g}")
         _check_metrics(f"{path}.metrics", turn.metrics)
     total = sum(turn.reward for turn in trajectory.turns)
     if not math.isclose(total, trajectory.score, rel_tol=_FLOAT32, abs_tol=_FLOAT32):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 from rollwire.coordinator.groups import GroupPlan, GroupProgress, Tally
@@ -21,13 +22,22 @@ class PushedSource:
         submissions: Takes them in.
         ledger: Has their trajectories.
         group_timeout_s: How long a training group waits for one.
+        on_episode: Called for every episode that is taken.
     """
 
-    def __init__(self, groups: PushedGroups, submissions: Submissions, ledger: Ledger, group_timeout_s: float) -> None:
+    def __init__(
+        self,
+        groups: PushedGroups,
+        submissions: Submissions,
+        ledger: Ledger,
+        group_timeout_s: float,
+        on_episode: Callable[[], None],
+    ) -> None:
         self._groups = groups
         self._submissions = submissions
         self._ledger = ledger
         self._group_timeout_s = group_timeout_s
+        self._on_episode = on_episode
         self._wanting: Counter[str] = Counter()
 
     def wanted(self, tag: str) -> int:
@@ -57,6 +67,8 @@ class PushedSource:
         trajectories = [arrival.trajectory for arrival in await self._ledger.arrivals(group.tag, group.group_id)]
         progress = GroupProgress(replace(plan, environment_seed=group.seed), 1, tally)
         progress.adopt([_renamed(item, plan) for item in trajectories], group.oldest_step)
+        for _ in trajectories:
+            self._on_episode()
         return progress
 
     async def _next_group(self, tag: str) -> PushedGroup | None:

@@ -105,6 +105,7 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
         self.asleep = False
         self.wake_fault: Callable[[], None] = lambda: None
         self.device = "cpu"
+        self.vocabulary_size = 100
         self.gap: Callable[[list[learner_pb2.TrainSample]], dict[str, float]] = no_gap
         self.scored: list[list[learner_pb2.TrainSample]] = []
         self.scores_as = -1.0
@@ -128,7 +129,7 @@ class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
             digest=self.digest_of(self.step),
             model_architecture="TinyForCausalLM",
             max_sequence_tokens=4096,
-            vocabulary_size=100,
+            vocabulary_size=self.vocabulary_size,
             device=self.device,
             policy_losses=["ppo_clip"],
             models=self.models,

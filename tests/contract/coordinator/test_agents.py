@@ -367,6 +367,8 @@ BAD_CLOSES: list[tuple[dict[str, Any], str]] = [
     ({}, "result"),
     ({"completed": {"reward": float("nan")}}, "completed.reward"),
     ({"completed": {"reward": float("inf")}}, "completed.reward"),
+    ({"completed": {"reward": -1e10}}, "completed.reward"),
+    ({"completed": {"call_rewards": {"a": 1e10}}}, "completed.call_rewards['a']"),
     ({"completed": {"call_rewards": {"a": float("nan")}}}, "completed.call_rewards['a']"),
     ({"completed": {"metrics": {"a": float("-inf")}}}, "completed.metrics['a']"),
     ({"completed": {"metrics": {"ä": 1.0}}}, "completed.metrics"),

@@ -224,6 +224,7 @@ BAD: dict[str, tuple[Callable[[trajectory_pb2.Trajectory], Any], int, str]] = {
     "unknown mode": (of("sampling.logprob_mode", 77), pb.SUBMISSION_REJECTION_SAMPLING, "logprob_mode is 77"),
     "nan reward": (set_reward(math.nan), MALFORMED, "it must be finite"),
     "infinite reward": (set_reward(math.inf), MALFORMED, "it must be finite"),
+    "huge reward": (set_reward(1e300), MALFORMED, "turns[0].reward is '1e+300'; allowed: a number within ±1e+09"),
     "another score": (of("score", 2.0), MALFORMED, "the sum of the turns' rewards, 1"),
     "short logprobs": (lambda item: item.sequences[0].logprobs.pop(), MALFORMED, "have lengths 4, 4 and 3"),
     "short mask": (lambda item: item.sequences[0].loss_mask.pop(), MALFORMED, "have lengths 4, 3 and 4"),
