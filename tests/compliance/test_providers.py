@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,12 +42,3 @@ class TestNode(ProviderCompliance):
         node = shutil.which("node")
         assert node is not None, "node is not installed"
         return [node, str(NODE / "examples" / "serve_frozen_lake.js"), target]
-
-
-@pytest.fixture(scope="session")
-def node_modules() -> None:
-    """The Node client's dependencies, exactly those of its lock file."""
-    npm = shutil.which("npm")
-    assert npm is not None, "npm is not installed"
-    if not (NODE / "node_modules" / ".package-lock.json").exists():
-        subprocess.run([npm, "ci", "--no-audit", "--no-fund"], cwd=NODE, check=True, timeout=300)
