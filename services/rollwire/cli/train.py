@@ -20,6 +20,7 @@ from rollwire.cli.summary import print_summary
 from rollwire.coordinator.errors import ResumeError, RunError
 from rollwire.coordinator.launcher import KINDS, LocalLauncher
 from rollwire.coordinator.peers import check_addresses
+from rollwire.coordinator.preflight import check_launch
 from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
 from rollwire.coordinator.run_dir import RunDir, create_run_dir, sole_coordinator, write_config
 from rollwire.coordinator.status import RunStatus
@@ -56,6 +57,7 @@ def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool, re
     console = Console()
     # Found here, such mistakes cost no start of four processes and leave no run directory.
     if launch:
+        check_launch(config)
         model_source(config.model)
     if dry_run:
         print_dry_run(console, config, launch=launch)

@@ -28,6 +28,20 @@ def check_fit(config: RunConfig, found: Descriptions) -> None:
     _check_learner(config, found.learner)
 
 
+def check_launch(config: RunConfig) -> None:
+    """Checks that agents can call the policy of rollout servers that are started with this configuration.
+
+    Raises:
+        RunError: They cannot.
+    """
+    agents = [entry.tag for entry in config.environments if entry.source == "agent"]
+    if agents and config.rollout.http.address is None:
+        raise RunError(
+            f"environments entry {agents[0]!r} has source agent, but rollout.http.address is null: agents could not call "
+            "the policy; set rollout.http.address=127.0.0.1:0, or an address that they reach"
+        )
+
+
 def _check_environments(config: RunConfig, target: str, catalogue: environment_pb2.ListEnvironmentsResponse) -> None:
     offered = sorted(description.tag for description in catalogue.environments)
     for entry in config.environments:

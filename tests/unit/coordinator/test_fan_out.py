@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollwire.coordinator.fan_out import FanOut
@@ -41,6 +41,7 @@ def test_rounds_grow_with_the_logarithm_of_the_readers() -> None:
     assert rounds == math.log2(256)
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(0, 40))
 def test_every_reader_is_served_whatever_fails(data: st.DataObject, limit: int, readers: int) -> None:
     """`data` decides who is done next and how; there is always a reader that runs, until none waits."""

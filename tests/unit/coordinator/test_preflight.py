@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from rollwire.coordinator.errors import RunError
-from rollwire.coordinator.peers import Descriptions
-from rollwire.coordinator.preflight import check_fit
+from rollwire.coordinator.peers import Descriptions, check_addresses
+from rollwire.coordinator.preflight import check_fit, check_launch
 from rollwire.serving.config import RunConfig
 from rollwire.v1 import environment_pb2, learner_pb2, rollout_pb2
 
@@ -80,3 +80,21 @@ def test_what_does_not_fit_is_named(text: str) -> None:
     SPOILS[text](found)
     with pytest.raises(RunError, match=text):
         check_fit(CONFIG, found)
+
+
+def test_what_comes_from_outside_needs_no_environment_server_but_an_edge() -> None:
+    config = RunConfig.model_validate(
+        {
+            "environments": [{"tag": "Agent", "source": "agent"}, {"tag": "P", "source": "pushed"}],
+            "validation": {"episodes": 0},
+            "rollout": {"max_episode_tokens": 512},
+            "services": {"rollout": ["h:2", "h:3"], "learner": ["h:4"]},
+        }
+    )
+    found = descriptions()
+    found.environments.clear()
+    check_fit(config, found)
+    check_addresses(config)
+    with pytest.raises(RunError, match=r"'Agent' has source agent, but rollout\.http\.address is null"):
+        check_launch(config)
+    check_launch(CONFIG)
