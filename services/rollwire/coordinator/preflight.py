@@ -37,8 +37,8 @@ def check_launch(config: RunConfig) -> None:
     agents = [entry.tag for entry in config.environments if entry.source == "agent"]
     if agents and config.rollout.http.address is None:
         raise RunError(
-            f"environments entry {agents[0]!r} has source agent, but rollout.http.address is null: agents could not call "
-            "the policy; set rollout.http.address=127.0.0.1:0, or an address that they reach"
+            f"environments entry {agents[0]!r} has source agent, but rollout.http.address is null: agents could not "
+            "call the policy; set rollout.http.address=127.0.0.1:0, or an address that they reach"
         )
 
 
