@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from rollwire import policies
+from rollwire.serving.config import load_config
 
 from .test_outside_clients import query, running
 
@@ -126,6 +127,16 @@ def test_every_program_of_the_page_is_run_here() -> None:
     own_half = PAGE.partition("## The HTTP edge")[0] + PAGE.partition("## Pushed trajectories")[2]
     programs = re.findall(r"^```python\n(.*?)^```$", own_half, flags=re.MULTILINE | re.DOTALL)
     assert [sum(marker in text for marker in tested) for text in programs] == [1] * len(tested)
+
+
+def test_the_configurations_of_the_page_are_valid(tmp_path: Path) -> None:
+    found = blocks("yaml")
+    assert len(found) >= 2
+    for text in found:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        config = load_config(path)
+        assert {entry.source for entry in config.environments} & {"agent", "pushed"} or "environments" not in text
 
 
 def test_what_such_runs_log_is_documented() -> None:
