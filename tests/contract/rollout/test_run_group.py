@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -438,3 +439,38 @@ async def test_bad_requests_and_replaced_coordinators(serve: Any) -> None:
         with pytest.raises(RollwireError) as caught:
             await bench.play()
         assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.ABORTED, Reason.FENCED)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "out of time"])
+async def test_an_episode_that_ends_while_it_generates_aborts_in_the_engine(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    async with serve() as bench:
+        policy = bench.server._servicer.parts.policy
+        entered, aborted = asyncio.Event(), 0
+        generate = policy.engine.generate
+
+        async def held(request: Any) -> Any:
+            nonlocal aborted
+            async with aclosing(generate(request)) as pieces:
+                async for piece in pieces:
+                    entered.set()
+                    try:
+                        await asyncio.Event().wait()
+                    finally:
+                        aborted += 1
+                    yield piece
+
+        monkeypatch.setattr(policy.engine, "generate", held)
+        if how == "out of time":
+            results = await bench.play(episode_timeout=Duration(nanos=500_000_000))
+            assert {f.reason for f in failures(results)} == {trajectory_pb2.FAILURE_REASON_DEADLINE_EXCEEDED}
+        else:
+            playing = asyncio.create_task(bench.play())
+            await entered.wait()
+            playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
+        assert await policy.drain(20)
+        assert aborted > 0
+        monkeypatch.undo()
+        assert len(trajectories(await bench.play(group_id="g2"))) == 3
