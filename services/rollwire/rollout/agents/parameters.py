@@ -84,11 +84,11 @@ class Parameters:
             raise bad_request(name, value, "true or false")
         return value
 
-    def integer(self, name: str, least: int, most: int) -> int | None:
-        """Returns a whole number, None if it is absent. Raises `CallError`."""
+    def integer(self, name: str, least: int, most: int, why: str = "") -> int | None:
+        """Returns a whole number, None if it is absent; `why` says where the range comes from. Raises `CallError`."""
         value = self.take(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
-            raise bad_request(name, value, f"a whole number from {least} to {most}")
+            raise bad_request(name, value, f"a whole number from {least} to {most}{why}")
         return value
 
     def only(self, name: str, *allowed: Any, why: str = "") -> None:
@@ -133,7 +133,8 @@ def read_options(
     _check_session_settings(parameters, session)
     for name, allowed in _OFF.items():
         parameters.only(name, *allowed, why="draws follow the session's settings, one answer per call")
-    wanted = [value for name in limits if (value := parameters.integer(name, 1, session.max_tokens)) is not None]
+    most, why = session.max_tokens, ", the session's limit (rollout.max_new_tokens_per_turn)"
+    wanted = [value for name in limits if (value := parameters.integer(name, 1, most, why)) is not None]
     stream = parameters.flag("stream")
     return Options(
         sampling=replace(session, max_tokens=min([session.max_tokens, *wanted])),
@@ -152,7 +153,7 @@ def _check_session_settings(parameters: Parameters, session: Sampling) -> None:
         if value is None or (name == "top_k" and own == 0 and value == -1):
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value - own) > _EQUAL:
-            allowed = f"{own:g}, the session's setting: leave it out, or change rollout.sampling.{name} of the run"
+            allowed = f"{own:g}, the session's setting: leave it out, or change sampling.{name} of the run"
             raise bad_request(name, value, allowed, "unsupported_value")
 
 

@@ -76,8 +76,8 @@ class PolicySessions:
             may_open: Raises if the server cannot take a new session now.
 
         Raises:
-            RollwireError: RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED`; FAILED_PRECONDITION / `ALREADY_EXISTS` when another
-                session has this identifier or key.
+            RollwireError: RESOURCE_EXHAUSTED / `EPISODES_EXHAUSTED`; FAILED_PRECONDITION / `ALREADY_EXISTS` when
+                another session has this identifier or key.
         """
         known = self._sessions.get(plan.session_id)
         if known is not None and known.plan == plan:
