@@ -103,7 +103,7 @@ def _await_address(pipe: Connection) -> str:
 
 def serve_rollwire(pipe: Connection) -> None:
     """Serves Rollwire's environment server, with FrozenLake as a built-in and as a user's environment."""
-    definitions = {HOSTED_TAG: {"type": f"{__name__}:HostedLake"}}
+    definitions = {HOSTED_TAG: {"type": f"{__name__}:HostedLake", "isolation": "thread"}}
     section = {"max_sessions": MAX_SESSIONS, "definitions": definitions}
     config = RunConfig.model_validate({"environment": section})
 

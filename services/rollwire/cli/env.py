@@ -49,6 +49,7 @@ def list_command(config: ConfigFile = None, target: ServerTarget = None) -> None
         from rollwire.environment.registry import load_registry
 
         registry = load_registry(load_config(config).environment)
+        registry.close()
         listed = pb.ListEnvironmentsResponse(environments=[item.description for item in registry.environments.values()])
     console = Console()
     console.print(catalogue(listed.environments))

@@ -4,8 +4,8 @@ Turns of built-in environments take microseconds and always end: they run on the
 thread would cost more than the turn. Everything else (constructing, resetting, drawing, and whatever a custom
 environment does) runs in threads of this tag with a time limit. A thread that exceeds it is given up: it cannot be
 stopped, but the episode fails with TIMEOUT, and no other tag is affected, because tags do not share threads. An
-environment that hangs inside native code without releasing Python's interpreter lock stops the whole server; that
-needs a process of its own.
+environment that hangs inside native code without releasing Python's interpreter lock stops the whole server: such run
+in processes of their own (`rollwire.environment.isolation`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-import grpc
-
 from rollwire.client.drawings import draw
-from rollwire.client.results import (
-    MAX_METRICS,
-    aggregations,
-    failure,
-    failure_of,
-    start_response,
-    step_response,
-)
+from rollwire.client.results import aggregations, failure, failure_of, start_response, step_response
 from rollwire.client.threads import ThreadsHungError, WorkerThreads, WorkTimeoutError
+from rollwire.environment.health import TagHealth
 from rollwire.environment.options import OptionError
 from rollwire.environment.protocol import Environment
-from rollwire.environment.registry import RegisteredEnvironment
-from rollwire.rpc.errors import Reason, RollwireError, invalid_field, precondition
+from rollwire.environment.refusals import bad_option, check_drawable, failed_drawing, refused_options
+from rollwire.environment.registered import RegisteredEnvironment
 from rollwire.serving.logs import get_logger
 from rollwire.v1 import environment_pb2 as pb
 
@@ -78,10 +70,7 @@ class EnvironmentHost:
             disable_after_failures: Episodes that fail in a row until the tag is disabled.
         """
         self.registered = registered
-        self.disabled = False
-        self._disable_after_failures = disable_after_failures
-        self._failures_in_a_row = 0
-        self._last_failure = ""
+        self.health = TagHealth(registered.tag, disable_after_failures)
         self._on_loop = registered.built_in
         self._known_modes: object = None
         self._drawings = asyncio.Semaphore(CONCURRENT_DRAWINGS)
@@ -91,6 +80,11 @@ class EnvironmentHost:
     def description(self) -> pb.EnvironmentDescription:
         """The tag as the catalogue shows it."""
         return self.registered.description
+
+    @property
+    def disabled(self) -> bool:
+        """Whether it failed too often."""
+        return self.health.disabled
 
     async def start(self, options: Mapping[str, Any], seed: int) -> tuple[Episode | None, pb.OpenSessionResponse]:
         """Constructs an environment and resets it.
@@ -105,22 +99,16 @@ class EnvironmentHost:
         Raises:
             RollwireError: The tag is disabled, or an option is not allowed.
         """
-        if self.disabled:
-            raise precondition(
-                Reason.ENVIRONMENT_DISABLED,
-                f"environment {self.registered.tag} is disabled: {self._failures_in_a_row} episodes in a row failed, "
-                f"the last one with {self._last_failure}; mend it and restart the environment server",
-                environment_tag=self.registered.tag,
-            )
+        self.health.check()
         try:
             overrides = self.registered.schema.requested(options)
         except OptionError as error:
-            raise invalid_field(f"options.{error.name}", error.value, error.allowed) from error
+            raise bad_option(error) from error
         result = await self._in_thread(lambda: self._start(overrides, seed))
         if isinstance(result, _Rejected):
-            raise _refused_options(overrides, result.reason)
+            raise refused_options(overrides, result.reason)
         if isinstance(result, pb.EnvironmentFailure):
-            self._count_failure(result)
+            self.health.failed(result)
             return None, pb.OpenSessionResponse(failure=result)
         return result
 
@@ -144,7 +132,7 @@ class EnvironmentHost:
         if isinstance(result, pb.EnvironmentFailure):
             return self._failed_turn(episode, result)
         if episode.ended:
-            self._failures_in_a_row = 0
+            self.health.succeeded()
         return result
 
     def play_now(self, episode: Episode, action: str) -> pb.StepResponse | None:
@@ -156,7 +144,7 @@ class EnvironmentHost:
         except Exception as error:
             return self._failed_turn(episode, self._failed(error))
         if episode.ended:
-            self._failures_in_a_row = 0
+            self.health.succeeded()
         return response
 
     def _step(self, episode: Episode, action: str) -> pb.StepResponse:
@@ -173,7 +161,7 @@ class EnvironmentHost:
 
     def _failed_turn(self, episode: Episode, found: pb.EnvironmentFailure) -> pb.StepResponse:
         episode.ended = True
-        self._count_failure(found)
+        self.health.failed(found)
         return pb.StepResponse(failure=found)
 
     async def draw(self, episode: Episode, render_format: pb.RenderFormat.ValueType) -> pb.RenderResponse:
@@ -182,23 +170,13 @@ class EnvironmentHost:
         Raises:
             RollwireError: The environment cannot draw itself in this format.
         """
-        if render_format not in self.registered.description.render_formats:
-            raise precondition(
-                Reason.RENDER_UNSUPPORTED,
-                f"environment {self.registered.tag} cannot draw {pb.RenderFormat.Name(render_format)}; it offers: "
-                f"{', '.join(map(pb.RenderFormat.Name, self.registered.description.render_formats)) or 'nothing'}",
-                environment_tag=self.registered.tag,
-            )
+        check_drawable(self.description, render_format)
         async with self._drawings, episode.lock:
             result: pb.RenderResponse | pb.EnvironmentFailure | None = episode.lost
             if result is None:
                 result = await self._in_thread(lambda: draw(episode.environment, render_format), episode)
         if isinstance(result, pb.EnvironmentFailure):
-            raise precondition(
-                Reason.RENDER_UNSUPPORTED,
-                f"environment {self.registered.tag} failed to draw itself: {result.type}: {result.message}",
-                environment_tag=self.registered.tag,
-            )
+            raise failed_drawing(self.registered.tag, f"{result.type}: {result.message}")
         return result
 
     async def close(self, episode: Episode) -> None:
@@ -239,24 +217,8 @@ class EnvironmentHost:
         _log.warning("environment failed", environment_tag=self.registered.tag, stack=stack)
         return failure_of(error)
 
-    def _count_failure(self, found: pb.EnvironmentFailure) -> None:
-        self._failures_in_a_row += 1
-        self._last_failure = f"{found.type}: {found.message}"
-        if self._failures_in_a_row >= self._disable_after_failures and not self.disabled:
-            self.disabled = True
-            _log.error(
-                "environment disabled until the server restarts",
-                environment_tag=self.registered.tag,
-                failed_episodes_in_a_row=self._failures_in_a_row,
-                last_failure=self._last_failure,
-            )
-
     def _learn_aggregation(self, modes: Any) -> None:
-        """Adds what a turn declares to the description, up to the number of metrics that the contract allows."""
-        known = self.registered.description.metric_aggregation
-        for name, mode in aggregations(modes).items():
-            if name not in known and len(known) < MAX_METRICS:
-                known[name] = mode
+        self.registered.learn(aggregations(modes))
         self._known_modes = dict(modes)
 
 
@@ -265,14 +227,3 @@ class _Rejected:
     """The constructor refused options of the request."""
 
     reason: str
-
-
-def _refused_options(options: Mapping[str, Any], reason: str) -> RollwireError:
-    message = f"the environment refuses the options {dict(options)!r:.200}: {reason}"
-    return RollwireError(
-        grpc.StatusCode.INVALID_ARGUMENT,
-        Reason.INVALID_FIELD,
-        message,
-        metadata={"field": "options"},
-        fields={"options": message},
-    )

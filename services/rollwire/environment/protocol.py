@@ -22,6 +22,9 @@ class Environment(Protocol):
     - `config_only_options: Collection[str]`: options that a request must not set, only the server's configuration;
       for what costs much or is code in disguise, such as a regular expression or a path.
 
+    - `isolation: str`: `thread` or `process`; what a definition that does not say is run in. Read from the class.
+    - `sessions_per_process: int`: with `process`, how many sessions may share one. Read from the class; 1 by default.
+
     These methods are called when they exist:
 
     - `render_text() -> str`: the current state for people.
@@ -40,7 +43,8 @@ class Environment(Protocol):
 
         Returns:
             First observation, and info, of which the server reads `instructions` (str, shown once before the first
-            observation) and `suffix` (str, appended to the turn's prompt).
+            observation), `suffix` (str, appended to the turn's prompt), and the observation as a picture, either
+            `observation_png` (bytes of a PNG file, at most 1 MiB) or `observation_rgb` (uint8[height, width, 3]).
         """
 
     def step(self, action: str) -> StepReply:
@@ -51,6 +55,6 @@ class Environment(Protocol):
 
         Returns:
             Observation; reward (finite); terminated; truncated; and info, of which the server reads `metrics`
-            (dict[str, float], finite), `metrics_agg_mode` (as above, for metrics that the class does not declare) and
-            `suffix`.
+            (dict[str, float], finite), `metrics_agg_mode` (as above, for metrics that the class does not declare),
+            `suffix` and `observation_png` or `observation_rgb`.
         """

@@ -6,65 +6,95 @@ nothing else: no import ever follows from what a client sends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from rollwire.client.description import describe
-from rollwire.client.results import InvalidResultError
+from rollwire.environment.isolation.host import Isolation
+from rollwire.environment.isolation.launch import ZygoteProcess
+from rollwire.environment.isolation.pool import SeatLimits
+from rollwire.environment.isolation.setup import ProcessSetup
 from rollwire.environment.options import OptionError, OptionSchema
-from rollwire.environment.protocol import Environment
-from rollwire.environment.types import BUILT_IN, UnknownTypeError, one_line, resolve
+from rollwire.environment.registered import RegisteredEnvironment
+from rollwire.environment.samples import UnusableError, describe_sample
+from rollwire.environment.types import BUILT_IN, Factory, UnknownTypeError, resolve
 from rollwire.rpc.ids import TAG_PATTERN, is_tag
 from rollwire.serving.config.sections import EnvironmentDefinition, EnvironmentSection
 from rollwire.serving.logs import get_logger
 from rollwire.serving.server import ServeError
-from rollwire.v1 import environment_pb2 as pb
 
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class RegisteredEnvironment:
-    """What stands behind one tag.
-
-    Attributes:
-        tag: The tag.
-        factory: Constructs the environment from options.
-        options: Options from the configuration, checked.
-        schema: What the constructor takes.
-        step_timeout_s: Longest time for a start or a turn.
-        built_in: Whether its turns are known to be short and to end.
-        description: As the catalogue shows it. The aggregation of metrics grows as environments declare more.
-    """
-
-    tag: str
-    factory: Callable[..., Environment]
-    options: Mapping[str, Any]
-    schema: OptionSchema
-    step_timeout_s: float
-    built_in: bool
-    description: pb.EnvironmentDescription = field(default_factory=pb.EnvironmentDescription)
+_MAX_SESSIONS_PER_PROCESS = 1024
 
 
 class Registry:
-    """The tags of a server, ascending."""
+    """The tags of a server, ascending.
 
-    def __init__(self, environments: Mapping[str, RegisteredEnvironment]) -> None:
+    Attributes:
+        environments: By tag.
+        isolations: Of those that run in processes of their own, by tag.
+    """
+
+    def __init__(
+        self, environments: Mapping[str, RegisteredEnvironment], isolations: Mapping[str, Isolation] | None = None
+    ) -> None:
         self.environments = dict(sorted(environments.items()))
+        self.isolations = dict(isolations or {})
+
+    def close(self) -> None:
+        """Ends the processes of environments, where no host has taken them over."""
+        for isolation in self.isolations.values():
+            isolation.zygote.kill()
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A definition whose type exists and whose options are allowed."""
+
+    tag: str
+    definition: EnvironmentDefinition
+    factory: Factory
+    schema: OptionSchema
+    options: Mapping[str, Any]
+
+    @property
+    def where(self) -> str:
+        return f"environment.definitions.{self.tag}"
 
 
 def load_registry(section: EnvironmentSection) -> Registry:
     """Registers the built-in environments and those of the configuration, constructing each one once to try it.
 
+    Environments that run in processes of their own are constructed there, all at the same time. These processes end
+    with the thread that calls this.
+
     Raises:
         ServeError: A definition cannot be used.
     """
     definitions = {tag: EnvironmentDefinition(type=tag) for tag in BUILT_IN} | section.definitions
-    return Registry({tag: _register(tag, definition) for tag, definition in definitions.items()})
+    checked = [_check(tag, definition) for tag, definition in definitions.items()]
+    setups = {item.tag: _setup(item) for item in checked if _isolation(item) == "process"}
+    limits = {item.tag: _seat_limits(item) for item in checked if item.tag in setups}
+    zygotes: dict[str, ZygoteProcess] = {}
+    environments: dict[str, RegisteredEnvironment] = {}
+    try:
+        for item in checked:
+            with _explained(item):
+                if item.tag in setups:
+                    zygotes[item.tag] = ZygoteProcess(setups[item.tag])
+        for item in checked:
+            with _explained(item):
+                environments[item.tag] = _register(item, zygotes.get(item.tag))
+    except BaseException:
+        for zygote in zygotes.values():
+            zygote.kill()
+        raise
+    return Registry(environments, {tag: Isolation(setups[tag], limits[tag], zygote) for tag, zygote in zygotes.items()})
 
 
-def _register(tag: str, definition: EnvironmentDefinition) -> RegisteredEnvironment:
+def _check(tag: str, definition: EnvironmentDefinition) -> _Checked:
     where = f"environment.definitions.{tag}"
     if not is_tag(tag):
         raise ServeError(f"environment.definitions holds the tag {tag!r}; allowed: {TAG_PATTERN.pattern} without '..'")
@@ -79,15 +109,57 @@ def _register(tag: str, definition: EnvironmentDefinition) -> RegisteredEnvironm
         options = schema.configured(definition.options)
     except OptionError as error:
         raise ServeError(f"{where}.options.{error.name} is {error.value!r:.100}; allowed: {error.allowed}") from error
-    try:
-        sample = factory(**options)
-        description = describe(tag, factory, sample, getattr(sample, "max_turns", None), schema.defaults(options))
-    except InvalidResultError as error:
-        raise ServeError(f"{where}: {definition.type} breaks the rules of an environment: {error}") from error
-    except Exception as error:
+    return _Checked(tag, definition, factory, schema, options)
+
+
+def _isolation(item: _Checked) -> Literal["thread", "process"]:
+    if item.definition.isolation != "auto":
+        return item.definition.isolation
+    if item.definition.type in BUILT_IN:
+        return "thread"
+    declared = getattr(item.factory, "isolation", "process")
+    if declared not in ("thread", "process"):
         raise ServeError(
-            f"{where}: {definition.type} cannot be constructed with options {options}: {one_line(error)}"
-        ) from error
-    # Drawing a picture takes longer than the event loop may wait.
-    built_in = definition.type in BUILT_IN and not getattr(sample, "observation_images", False)
-    return RegisteredEnvironment(tag, factory, options, schema, definition.step_timeout_s, built_in, description)
+            f"{item.where}: the class of {item.definition.type} has isolation {declared!r:.100}; allowed: thread "
+            "or process"
+        )
+    return "process" if declared == "process" else "thread"
+
+
+def _setup(item: _Checked) -> ProcessSetup:
+    definition = item.definition
+    # Options as they were written: their values in the constructor's types need not fit into JSON.
+    return ProcessSetup(item.tag, definition.type, definition.options, definition.memory_mib, tuple(sys.path))
+
+
+def _seat_limits(item: _Checked) -> SeatLimits:
+    definition = item.definition
+    sessions = definition.sessions_per_process or getattr(item.factory, "sessions_per_process", 1)
+    if not isinstance(sessions, int) or not 1 <= sessions <= _MAX_SESSIONS_PER_PROCESS:
+        raise ServeError(
+            f"{item.where}: the class of {definition.type} has sessions_per_process {sessions!r:.100}; allowed: 1 to "
+            f"{_MAX_SESSIONS_PER_PROCESS}"
+        )
+    return SeatLimits(sessions, definition.max_processes, definition.recycle_after_sessions)
+
+
+def _register(item: _Checked, zygote: ZygoteProcess | None) -> RegisteredEnvironment:
+    definition = item.definition
+    built_in = definition.type in BUILT_IN
+    if zygote is not None:
+        description = zygote.await_ready()
+    else:
+        sample, description = describe_sample(item.tag, definition.type, item.factory, item.schema, item.options)
+        # Drawing a picture takes longer than the event loop may wait.
+        built_in = built_in and not getattr(sample, "observation_images", False)
+    return RegisteredEnvironment(
+        item.tag, item.factory, item.options, item.schema, definition.step_timeout_s, built_in, description
+    )
+
+
+@contextmanager
+def _explained(item: _Checked) -> Iterator[None]:
+    try:
+        yield
+    except UnusableError as error:
+        raise ServeError(f"{item.where}: {error}") from error

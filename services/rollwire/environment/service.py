@@ -14,6 +14,7 @@ from rollwire.environment.calls import REAP_INTERVAL_S, SessionCalls
 from rollwire.environment.host import EnvironmentHost
 from rollwire.environment.hosts import Hosts
 from rollwire.environment.hub_streams import ProviderStreams
+from rollwire.environment.isolation.host import IsolatedHost
 from rollwire.environment.play import PlayStream
 from rollwire.environment.registry import load_registry
 from rollwire.rpc.limits import ENVIRONMENT_MESSAGE_BYTES
@@ -47,10 +48,17 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
             ServeError: A definition cannot be used.
         """
         section = config.environment
-        environments = load_registry(section).environments
-        hosts = Hosts(
-            {tag: EnvironmentHost(known, section.disable_after_failures) for tag, known in environments.items()}
-        )
+        registry = load_registry(section)
+        self._isolated = {
+            tag: IsolatedHost(registry.environments[tag], isolation, section.disable_after_failures)
+            for tag, isolation in registry.isolations.items()
+        }
+        in_threads = {
+            tag: EnvironmentHost(known, section.disable_after_failures)
+            for tag, known in registry.environments.items()
+            if tag not in self._isolated
+        }
+        hosts = Hosts({**in_threads, **self._isolated})
         self.calls = SessionCalls(hosts, section.max_sessions, clock)
         self._providers = ProviderStreams(hosts, section.providers, section.disable_after_failures)
         self._capacity = section.max_sessions
@@ -78,6 +86,7 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
             task.cancel()
         self._providers.close()
         await self.calls.end()
+        await asyncio.gather(*(host.end() for host in self._isolated.values()))
 
     async def ListEnvironments(
         self, request: pb.ListEnvironmentsRequest, context: grpc.aio.ServicerContext

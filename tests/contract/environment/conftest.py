@@ -22,9 +22,9 @@ Serve = Callable[..., AbstractAsyncContextManager[EnvironmentClient]]
 Opening = Callable[..., pb.OpenSessionRequest]
 
 DEFINITIONS: dict[str, Any] = {
-    "Counting": {"type": "troublesome:Counting"},
-    "Troublesome": {"type": "troublesome:Troublesome", "step_timeout_s": 1.0},
-    "Blind": {"type": "troublesome:Blind"},
+    "Counting": {"type": "troublesome:Counting", "isolation": "thread"},
+    "Troublesome": {"type": "troublesome:Troublesome", "isolation": "thread", "step_timeout_s": 1.0},
+    "Blind": {"type": "troublesome:Blind", "isolation": "thread"},
     "BigLake": {"type": "FrozenLake", "options": {"size": 8, "max_steps": 50}},
 }
 

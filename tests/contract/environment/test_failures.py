@@ -72,7 +72,7 @@ async def test_a_failed_start_is_data_and_leaves_no_session(
     assert (await client.list_environments()).open_sessions == 0
 
 
-PATIENT = {"Troublesome": {"type": "troublesome:Troublesome", "step_timeout_s": 60}}
+PATIENT = {"Troublesome": {"type": "troublesome:Troublesome", "isolation": "thread", "step_timeout_s": 60}}
 
 
 async def test_a_hanging_environment_delays_nobody_else(serve: Any, opening: Opening, troublesome: Any) -> None:
@@ -96,7 +96,7 @@ async def test_repeats_of_a_hanging_turn_share_the_timeout(client: EnvironmentCl
 
 
 async def test_more_hanging_turns_than_threads_fail_all_alike(serve: Any, opening: Opening) -> None:
-    definitions = {"Troublesome": {"type": "troublesome:Troublesome", "step_timeout_s": 0.5}}
+    definitions = {"Troublesome": {"type": "troublesome:Troublesome", "isolation": "thread", "step_timeout_s": 0.5}}
     async with serve(definitions=definitions, disable_after_failures=10_000) as client:
         opened = await asyncio.gather(
             *(client.open_session(opening("Troublesome")) for _ in range(THREADS_PER_TAG + 10))

@@ -111,7 +111,7 @@ async def test_a_message_of_built_in_turns_is_answered_by_one_message(
 
 
 async def test_a_slow_call_delays_no_other(serve: Any, opening: Opening, troublesome: Any) -> None:
-    patient = {"Troublesome": {"type": "troublesome:Troublesome", "step_timeout_s": LIMIT_S}}
+    patient = {"Troublesome": {"type": "troublesome:Troublesome", "isolation": "thread", "step_timeout_s": LIMIT_S}}
     async with serve(definitions=patient) as client, raw_stream(client.target) as stream:
         slow = (await stream.ask(1, open=opening("Troublesome"))).open
         quick = (await stream.ask(1, open=opening())).open
@@ -130,7 +130,7 @@ async def test_a_slow_call_delays_no_other(serve: Any, opening: Opening, trouble
 async def test_a_call_has_its_own_deadline_and_its_repeat_finds_the_outcome(
     serve: Any, opening: Opening, troublesome: Any
 ) -> None:
-    patient = {"Troublesome": {"type": "troublesome:Troublesome", "step_timeout_s": LIMIT_S}}
+    patient = {"Troublesome": {"type": "troublesome:Troublesome", "isolation": "thread", "step_timeout_s": LIMIT_S}}
     async with serve(definitions=patient) as client, raw_stream(client.target) as stream:
         slow = (await stream.ask(1, open=opening("Troublesome"))).open
         hang = pb.StepRequest(session_id=slow.session_id, action="hang")
@@ -232,7 +232,7 @@ async def test_huge_replies_come_in_several_messages(serve: Any, opening: Openin
 
 
 async def test_the_server_reads_on_only_when_calls_are_answered(serve: Any, opening: Opening, troublesome: Any) -> None:
-    patient = {"Troublesome": {"type": "troublesome:Troublesome", "step_timeout_s": LIMIT_S}}
+    patient = {"Troublesome": {"type": "troublesome:Troublesome", "isolation": "thread", "step_timeout_s": LIMIT_S}}
     async with serve(definitions=patient) as client, raw_stream(client.target) as stream:
         opened = (await stream.ask(0, open=opening("Troublesome"))).open
         hang = pb.StepRequest(session_id=opened.session_id, action="hang")
@@ -266,7 +266,7 @@ async def test_a_flood_in_one_message_from_a_client_that_does_not_read(
 
 
 async def test_a_server_that_drains_answers_inside_and_then_ends_the_stream(opening: Opening, troublesome: Any) -> None:
-    definitions = {"Troublesome": {"type": "troublesome:Troublesome", "step_timeout_s": LIMIT_S}}
+    definitions = {"Troublesome": {"type": "troublesome:Troublesome", "isolation": "thread", "step_timeout_s": LIMIT_S}}
     server = EnvironmentServer(RunConfig.model_validate({"environment": {"definitions": definitions}}))
     up, stop = asyncio.Event(), asyncio.Event()
     address = ""

@@ -24,7 +24,7 @@ def test_the_catalogue_ascends_and_leaves_out_what_is_disabled(hosts: Hosts) -> 
     assert tags == sorted(tags) == [item.tag for item in hosts.descriptions()]
     disabled = hosts.get(tags[0])
     assert isinstance(disabled, EnvironmentHost)
-    disabled.disabled = True
+    disabled.health.disabled = True
     assert [item.tag for item in hosts.descriptions()] == tags[1:]
 
 

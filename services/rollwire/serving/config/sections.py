@@ -46,6 +46,23 @@ class EnvironmentDefinition(Section):
     step_timeout_s: Seconds = 60.0
     """Longest time for a reset or a step; after that the episode fails with a timeout."""
 
+    isolation: Literal["auto", "thread", "process"] = "auto"
+    """Where its sessions run: `thread` of the server, or `process`: worker processes of their own, so that a crash, a
+    hang or a leak touches no other environment. `auto`: as its class says (`isolation`), else in processes; built-in
+    environments stay in the server."""
+
+    sessions_per_process: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Sessions that share a worker process at once, and its fate; 0: as its class says, else 1."""
+
+    max_processes: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Worker processes at once; when all are full, opening answers RESOURCE_EXHAUSTED."""
+
+    memory_mib: NotNegative = 4096
+    """Most memory of one worker process, counting what it may write, touched or not; 0 is unlimited."""
+
+    recycle_after_sessions: NotNegative = 1000
+    """Sessions that a worker process plays in its life, against leaks; 0 is unlimited."""
+
 
 class ProvidersSection(Section):
     """Providers: programs that dial in to the environment server and serve environments of their own."""

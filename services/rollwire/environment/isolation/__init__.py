@@ -1,0 +1,1 @@
+"""Environments in processes of their own: what they do to themselves, they do to nobody else."""

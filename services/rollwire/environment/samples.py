@@ -1,0 +1,46 @@
+"""A definition is tried before it is offered: one environment is constructed, and describes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollwire.client.description import describe
+from rollwire.client.results import InvalidResultError
+from rollwire.environment.options import OptionSchema
+from rollwire.environment.types import one_line
+from rollwire.v1 import environment_pb2 as pb
+
+
+class UnusableError(Exception):
+    """An environment that cannot be used; the text is one line that goes on after the definition's name."""
+
+
+def describe_sample(
+    tag: str, type_name: str, factory: Callable[..., Any], schema: OptionSchema, options: Mapping[str, Any]
+) -> tuple[Any, pb.EnvironmentDescription]:
+    """Constructs an environment.
+
+    Args:
+        tag: Its tag.
+        type_name: Its type as the configuration names it.
+        factory: Constructs it.
+        schema: Its options.
+        options: Those of the configuration, checked.
+
+    Returns:
+        The environment, never reset, and its description.
+
+    Raises:
+        UnusableError: It cannot be constructed, or breaks the rules of an environment.
+    """
+    try:
+        sample = factory(**options)
+        limit = getattr(sample, "max_turns", None)
+        return sample, describe(tag, factory, sample, limit, schema.defaults(options))
+    except InvalidResultError as error:
+        raise UnusableError(f"{type_name} breaks the rules of an environment: {error}") from error
+    except Exception as error:
+        raise UnusableError(
+            f"{type_name} cannot be constructed with options {dict(options)}: {one_line(error)}"
+        ) from error
