@@ -127,18 +127,23 @@ async def _six_fit(client: EnvironmentClient) -> bool:
 async def test_sigterm_lets_running_episodes_end(serve: Any, tmp_path: Path) -> None:
     hold = tmp_path / "hold"
     hold.touch()
-    async with environment_server(lease_s=30) as client, serve(services={"environment": [client.target]}) as bench:
-        async with provider(client.target) as process:
-            await offered(client, "Slow")
-            playing = asyncio.create_task(bench.play(timeout_s=120, **group(hold)))
-            await until((tmp_path / "held").exists)
-            process.send_signal(signal.SIGTERM)
-            hold.unlink()
-            found = outcomes(await playing)
-            _, said = await process.communicate()
-    assert found["completed"] >= 1
-    assert process.returncode == 0, said.decode()
-    assert b"Traceback" not in said
+    async with (
+        environment_server(lease_s=30) as client,
+        serve(services={"environment": [client.target]}) as bench,
+        provider(client.target) as process,
+    ):
+        await offered(client, "Slow")
+        playing = asyncio.create_task(bench.play(timeout_s=120, **group(hold)))
+        await until((tmp_path / "held").exists)
+        process.send_signal(signal.SIGTERM)
+        hold.unlink()
+        found = outcomes(await playing)
+        _, said = await process.communicate()
+
+
+assert found["completed"] >= 1
+assert process.returncode == 0, said.decode()
+assert b"Traceback" not in said
 
 
 @pytest.mark.parametrize(
