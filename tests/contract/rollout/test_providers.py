@@ -143,7 +143,7 @@ async def test_sigterm_lets_running_episodes_end(serve: Any, tmp_path: Path) -> 
     assert found["completed"] >= 1
 
 
-assert process.returncode == 0, said.decode()
+    assert process.returncode == 0, said.decode()
 assert b"Traceback" not in said
 
 
