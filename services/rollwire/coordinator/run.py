@@ -218,11 +218,11 @@ async def _export(peers: Peers, fence: trajectory_pb2.Fence) -> str:
 
 
 async def _export_as(peers: Peers, fence: trajectory_pb2.Fence, name: str) -> learner_pb2.ExportResponse:
-    """Exports under a name, or under one of this run's own if an earlier run of the same learner took it."""
+    """Exports under a name, or under one of this incarnation's own if another one, or another run, took it."""
     try:
         return await peers.learner.export(learner_pb2.ExportRequest(fence=fence, name=name))
     except RollwireError as error:
         if error.reason != Reason.ALREADY_EXISTS:
             raise
-        own = f"{name}-{fence.run_id}"
+        own = f"{name}-{fence.run_id}" + (f"-e{fence.epoch}" if fence.epoch > 1 else "")
         return await peers.learner.export(learner_pb2.ExportRequest(fence=fence, name=own))

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rollwire.coordinator.errors import ResumeError, RunError
 from rollwire.rpc.digests import samples_digest
 from rollwire.rpc.errors import Reason, RollwireError, invalid_field
+from rollwire.rpc.ids import is_name
 
 SETTINGS = ("run.max_steps=5", "run.checkpoint_every_steps=2", "validation.every_steps=1", "validation.episodes=2")
 
@@ -235,6 +236,17 @@ async def test_a_longer_run_goes_on_where_it_was_finished(world: Any) -> None:
     assert_whole(world, 7)
     with pytest.raises(ResumeError, match=r"run\.max_steps is 2, but the run has begun 7 steps"):
         await world.resume(*SETTINGS, "run.max_steps=2")
+
+
+async def test_a_run_is_made_longer_more_than_once_and_every_export_has_a_name_of_its_own(world: Any) -> None:
+    await world.run("run.max_steps=1", f"run.name={'n' * 40}")
+    run_id = world.status.run_id
+    paths = [
+        (await world.resume(f"run.max_steps={steps}", f"run.name={'n' * 40}")).export_path.rpartition("/")[2]
+        for steps in (2, 3, 4)
+    ]
+    assert paths == [f"final-{run_id}-e{epoch}" for epoch in (2, 3, 4)]
+    assert all(is_name(path) for path in paths)
 
 
 async def test_a_disk_that_refuses_checkpoints_does_not_end_the_run(world: Any) -> None:
