@@ -89,7 +89,7 @@ def start_response(reply: object, max_turns: object) -> pb.OpenSessionResponse:
 def turn_limit(value: object) -> int:
     """Returns a valid turn limit. Raises `InvalidResultError`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 1 <= value < 2**32:
-        raise InvalidResultError(f"max_turns is {value!r:.100}; allowed: an integer from 1 to {2**32 - 1}")
+        raise InvalidResultError(f"max_turns is {_shown(value)}; allowed: an integer from 1 to {2**32 - 1}")
     return int(value)
 
 
@@ -217,7 +217,7 @@ def _finite(what: str, value: object) -> float:
     try:
         number = float(value)
     except (OverflowError, TypeError, ValueError) as error:
-        raise InvalidResultError(f"{what} is {value!r:.100}; allowed: a finite number") from error
+        raise InvalidResultError(f"{what} is {_shown(value)}; allowed: a finite number") from error
     if not math.isfinite(number):
         raise InvalidResultError(f"{what} is {number}; allowed: a finite number")
     return number
@@ -227,6 +227,14 @@ def _flag(what: str, value: object) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise InvalidResultError(f"{what} is of type {type(value).__name__}; allowed: bool")
     return bool(value)
+
+
+def _shown(value: object) -> str:
+    """Shows a value as far as Python does: it refuses integers of thousands of digits."""
+    try:
+        return f"{value!r:.100}"
+    except Exception:
+        return f"a value of type {type(value).__name__} that cannot be shown"
 
 
 def _shape(value: object) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +56,39 @@ def troublesome(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield troublesome
     troublesome.release.set()
     del sys.modules["troublesome"]
+
+
+@pytest.fixture(autouse=True)
+def _mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Marks the processes that this test starts, whatever becomes of their parents."""
+    mark = new_id("mark")
+    monkeypatch.setenv("ROLLWIRE_TEST_MARK", mark)
+    return mark
+
+
+@pytest.fixture
+def alive(_mark: str) -> Callable[[], set[int]]:
+    """Finds the processes that this test has started and that have not ended."""
+    return lambda: {int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if _holds(path, _mark)}
+
+
+def _holds(path: Path, mark: str) -> bool:
+    try:
+        return mark.encode() in path.read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def gone(alive: Callable[[], set[int]]) -> Callable[[], Coroutine[Any, Any, None]]:
+    """Waits until nothing that this test has started is left."""
+
+    async def wait() -> None:
+        async with asyncio.timeout(60):
+            while alive():
+                await asyncio.sleep(0.02)
+
+    return wait
 
 
 @pytest.fixture

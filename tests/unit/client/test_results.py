@@ -48,6 +48,7 @@ def test_a_turn_is_copied_field_by_field() -> None:
         ({"reward": math.nan}, "the reward is nan"),
         ({"reward": -math.inf}, "the reward is -inf"),
         ({"reward": 10**400}, "the reward is 1000"),
+        ({"reward": 10**5000}, "the reward is a value of type int that cannot be shown"),
         ({"reward": "1"}, "the reward is of type str"),
         ({"reward": None}, "the reward is of type NoneType"),
         ({"reward": np.zeros(1)}, "the reward is of type ndarray"),

@@ -46,7 +46,7 @@ def kill_strays(leaders: Collection[int]) -> None:
     Args:
         leaders: Process ids of the workers. Each leads a session.
     """
-    for pid in _children() - set(leaders):
+    for pid in children() - set(leaders):
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             if os.getsid(pid) in leaders and not has_ended(pid):
                 continue  # an orphan of a worker that lives: it ends with the worker
@@ -59,7 +59,8 @@ def thread_count() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def _children() -> set[int]:
+def children() -> set[int]:
+    """Returns the process ids of this process's children, those that ended and were not reaped included."""
     lists = list(Path("/proc/self/task").glob("*/children"))
     if lists:
         return {int(pid) for path in lists for pid in path.read_text().split()}

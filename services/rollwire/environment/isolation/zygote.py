@@ -15,6 +15,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Final, NoReturn
@@ -23,6 +24,7 @@ from rollwire.environment.isolation.frames import FrameReader, Kind, frame
 from rollwire.environment.isolation.limits import confine, reseed
 from rollwire.environment.isolation.process_tree import (
     become_subreaper,
+    children,
     die_with_parent,
     has_ended,
     kill_group,
@@ -37,6 +39,8 @@ from rollwire.environment.types import one_line
 _READ_BYTES: Final = 1 << 16
 _MAX_DESCRIPTORS: Final = 64
 _KEPT_OUTPUT_BYTES: Final = 4096
+_END_TIMEOUT_S: Final = 4.0
+_SWEEP_S: Final = 0.002
 _LAST_OUTPUT_BYTES: Final = 1 << 20
 """What is read of a worker's output after its end, at most: somebody else may still hold the pipe."""
 
@@ -88,8 +92,12 @@ class Zygote:
         signal.set_wakeup_fd(-1)
         for child in self._children.values():
             kill_group(child.pid)
+        deadline = time.monotonic() + _END_TIMEOUT_S
         with contextlib.suppress(Exception):
-            kill_strays((os.getpid(),))
+            # The children of what is killed become this process's only when it is dead.
+            while children() and time.monotonic() < deadline:
+                kill_strays(())
+                time.sleep(_SWEEP_S)
         os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
