@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollwire.coordinator.status import RunStatus
+from rollwire.coordinator.wording import counted
 
 _PHASES: Final = (("rollout", "step_rollout"), ("train", "step_train"), ("weights", "step_model_update"))
 _REFRESH_PER_S: Final = 4
@@ -42,25 +43,21 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     phases = " + ".join(f"{name} {metrics.get(f'time/{key}', 0.0):.1f}" for name, key in _PHASES)
     parts.append(f"{metrics['time/step_total']:.1f} s ({phases})")
     if metrics["scheduler/group_filter_count"]:
-        parts.append(f"{_count(metrics['scheduler/group_filter_count'], 'group')} without signal")
+        parts.append(f"{counted(metrics['scheduler/group_filter_count'], 'group')} without signal")
     if metrics["scheduler/failed"]:
-        parts.append(f"{_count(metrics['scheduler/failed'], 'episode')} failed so far")
+        parts.append(f"{counted(metrics['scheduler/failed'], 'episode')} failed so far")
     return "  ".join(parts)
-
-
-def _count(number: float, noun: str) -> str:
-    return f"{number:.0f} {noun}" if number == 1 else f"{number:.0f} {noun}s"
 
 
 def validation_line(step: int, kind: str, metrics: Mapping[str, float]) -> str:
     """Returns one line about a validation after `step` training steps."""
     name = "validation" if kind == "val" else "greedy validation"
-    parts = [f"{name} after {step} steps"]
+    parts = [f"{name} after {counted(step, 'step')}"]
     parts.append(f"score {metrics[f'{kind}/score/mean']:.3f}")
     success = mean_of(metrics, f"{kind}/env", "success")
     if success is not None:
         parts.append(f"success {success:.3f}")
-    parts.append(_count(metrics[f"{kind}/episodes"], "episode"))
+    parts.append(counted(metrics[f"{kind}/episodes"], "episode"))
     if metrics[f"{kind}/failed"]:
         parts.append(f"{metrics[f'{kind}/failed']:.0f} failed")
     return "  ".join(parts)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rollwire.cli.arguments import split_arguments
 from rollwire.coordinator.errors import RunError
-from rollwire.coordinator.run_dir import RunDir, open_run_dir
-from rollwire.serving.config import RunConfig, load_config
+from rollwire.coordinator.run_dir import CONFIG_FILE, RunDir, open_run_dir
+from rollwire.serving.config import ConfigError, RunConfig, load_config
 from rollwire.serving.config.resumable import fixed_schedule, resumed_config
 
 
@@ -59,6 +59,14 @@ def find_resumed(path: Path, arguments: Sequence[str] | None) -> ResumedRun:
     return ResumedRun(stored.run_dir, found.config, found.exact)
 
 
-def how_to_resume(run_dir: RunDir, *, launch: bool) -> str:
-    """Returns what to type in order to go on with a run."""
-    return f"resume with: rollwire {'launch' if launch else 'train'} --resume {shlex.quote(str(run_dir.path))}"
+def how_to_resume(directory: Path, *, launch: bool) -> str:
+    """Returns what to type in order to go on with the run in a directory."""
+    return f"resume with: rollwire {'launch' if launch else 'train'} --resume {shlex.quote(str(directory))}"
+
+
+def was_launched(directory: Path) -> bool:
+    """Tells whether a run started servers of its own: `launch` leaves no address in the stored configuration."""
+    try:
+        return not load_config(directory / CONFIG_FILE).services.learner
+    except ConfigError:
+        return True  # of another build

@@ -12,13 +12,15 @@ import grpc
 from google.protobuf import json_format
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from rollwire.cli.resume import how_to_resume, was_launched
 from rollwire.client.coordinator import CoordinatorClient
 from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.journal import LATEST_STATES
 from rollwire.coordinator.ledger import FILE_NAME
 from rollwire.coordinator.peers import kind_name
-from rollwire.coordinator.run_dir import ADDRESS_FILE
+from rollwire.coordinator.run_dir import ADDRESS_FILE, CONFIG_FILE, require_run_dir
+from rollwire.coordinator.wording import counted
 from rollwire.rpc.errors import RollwireError
 from rollwire.rpc.limits import MIB
 from rollwire.rpc.versions import version_text
@@ -39,11 +41,20 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class EndedRun:
-    """What the ledger says about a run whose coordinator is gone."""
+    """What the ledger says about a run whose coordinator is gone.
+
+    Attributes:
+        run_id: Its identifier.
+        state: How it ended.
+        steps: Steps that are done, each counted once however many lineages of weights it was trained in.
+        planned: Steps after those whose batch is fixed: they had begun, or are to be trained again in a new lineage.
+        checkpoints: What it can go on from.
+    """
 
     run_id: str
     state: str
     steps: int
+    planned: int
     checkpoints: list[SavedCheckpoint]
 
 
@@ -58,7 +69,7 @@ def status_command(target: str, *, as_json: bool) -> None:
         if as_json:
             print(json.dumps(asdict(ended)))
         else:
-            _print_ended(ended)
+            _print_ended(ended, Path(target).absolute())
         return
     if as_json:
         print(json_format.MessageToJson(status, preserving_proto_field_name=True))
@@ -89,14 +100,15 @@ def read_ended_run(directory: Path) -> EndedRun | None:
         connection = sqlite3.connect(path)
         try:
             run_id, state = connection.execute("SELECT run_id, state FROM run").fetchone()
-            (steps,) = connection.execute("SELECT COUNT(*) FROM steps WHERE state = 'committed'").fetchone()
+            rows = connection.execute(LATEST_STATES).fetchall()
             saved = connection.execute("SELECT name, step, path, bytes FROM checkpoints ORDER BY step").fetchall()
         finally:
             connection.close()
     except sqlite3.Error:
         return None
     state = "interrupted" if state in ("starting", "running") else state
-    return EndedRun(run_id, state, steps, [SavedCheckpoint(*row) for row in saved])
+    steps = next((number for number, (step,) in enumerate(rows) if step != "committed"), len(rows))
+    return EndedRun(run_id, state, steps, len(rows) - steps, [SavedCheckpoint(*row) for row in saved])
 
 
 async def _get_status(address: str) -> coordinator_pb2.GetStatusResponse:
@@ -115,6 +127,7 @@ def _address(target: str) -> str:
         if not host or not port.isdigit():
             raise RunError(f"TARGET is {target!r}; allowed: a run directory, or HOST:PORT of a coordinator")
         return target
+    require_run_dir(directory, CONFIG_FILE)
     try:
         address: str = json.loads((directory / ADDRESS_FILE).read_text())["address"]
     except (OSError, ValueError, KeyError) as error:
@@ -132,16 +145,17 @@ def _state_text(state: coordinator_pb2.RunState.ValueType) -> str:
     return coordinator_pb2.RunState.Name(state).removeprefix("RUN_STATE_").lower()
 
 
-def _print_ended(run: EndedRun) -> None:
-    """Prints how a run ended and the checkpoints that its ledger knows."""
-    console = Console()
-    console.print(f"{run.run_id}: {run.state}, {run.steps} steps committed", soft_wrap=True)
-    if run.checkpoints:
-        table = Table("checkpoint after", "MiB", "directory", box=None, pad_edge=False)
-        for checkpoint in run.checkpoints:
-            mib = f"{checkpoint.bytes / MIB:,.1f}"
-            table.add_row(f"{checkpoint.steps} steps", mib, Text(checkpoint.path, no_wrap=True, overflow="ignore"))
-        console.print(table, soft_wrap=True)
+def _print_ended(run: EndedRun, directory: Path) -> None:
+    """Prints how a run ended, the checkpoints that its ledger knows, and how to go on with it. Lines are never cut."""
+    begun = f", {counted(run.planned, 'more step')} begun" if run.planned else ""
+    print(f"{run.run_id}: {run.state}, {counted(run.steps, 'step')} committed{begun}")
+    sizes = [f"{checkpoint.bytes / MIB:,.1f} MiB" for checkpoint in run.checkpoints]
+    after = [counted(checkpoint.steps, "step") for checkpoint in run.checkpoints]
+    for steps, size, checkpoint in zip(after, sizes, run.checkpoints, strict=True):
+        widths = max(map(len, after)), max(map(len, sizes))
+        print(f"checkpoint after {steps:<{widths[0]}}  {size:>{widths[1]}}  {checkpoint.path}")
+    if run.state != "finished":
+        print(how_to_resume(directory, launch=was_launched(directory)))
 
 
 def _print(status: coordinator_pb2.GetStatusResponse) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rollwire.coordinator.metrics import Metrics
 from rollwire.coordinator.run import RunSummary
 from rollwire.coordinator.run_dir import RunDir
+from rollwire.coordinator.wording import counted
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def print_summary(console: Console, summary: RunSummary, run_dir: RunDir) -> Non
         console.print(table)
     totals = summary.totals
     lines = [
-        f"{summary.steps} steps, {totals.samples:,} episodes, {totals.tokens:,} tokens in {summary.elapsed_s:.0f} s",
+        f"{counted(summary.steps, 'step')}, {counted(totals.samples, 'episode')}, {counted(totals.tokens, 'token')} "
+        f"in {summary.elapsed_s:.0f} s",
         *([f"stopped early  {summary.stop_cause}"] if summary.stop_cause is not None else []),
         f"run directory  {run_dir.path}",
         f"policy         {summary.export_path}",

@@ -24,6 +24,7 @@ from rollwire.coordinator.preflight import check_launch
 from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
 from rollwire.coordinator.run_dir import RunDir, create_run_dir, sole_coordinator, write_config
 from rollwire.coordinator.status import RunStatus
+from rollwire.coordinator.wording import counted
 from rollwire.serving.config import RunConfig, load_config
 from rollwire.serving.logs import configure_logging
 from rollwire.serving.model_files import model_source
@@ -93,22 +94,22 @@ def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, 
             summary = None
         except (RunError, ServeError) as error:
             if progress.status.began and not isinstance(error, ResumeError):
-                raise RunError(f"{error}\n  {how_to_resume(run_dir, launch=launch)}") from error
+                raise RunError(f"{error}\n  {how_to_resume(run_dir.path, launch=launch)}") from error
             # Where the message names a log file, a person will want to read it.
             if resumed is None and str(run_dir.path) not in str(error):
                 run_dir.remove()
             raise
     if summary is None:
         assert interrupts.received is not None
-        console.print(f"ended by {interrupts.received.name} after {progress.status.step} steps")
+        console.print(f"ended by {interrupts.received.name} after {counted(progress.status.step, 'step')}")
         if progress.status.began:
-            console.print(how_to_resume(run_dir, launch=launch), markup=False, highlight=False, soft_wrap=True)
+            console.print(how_to_resume(run_dir.path, launch=launch), markup=False, highlight=False, soft_wrap=True)
         elif resumed is None:
             run_dir.remove()
         raise SystemExit(EXIT_STATUS[interrupts.received])
     print_summary(console, summary, run_dir)
     if summary.stop_cause is not None:
-        console.print(how_to_resume(run_dir, launch=launch), markup=False, highlight=False, soft_wrap=True)
+        console.print(how_to_resume(run_dir.path, launch=launch), markup=False, highlight=False, soft_wrap=True)
 
 
 async def _supervised(

@@ -11,6 +11,7 @@ from rollwire.coordinator.budgets import Budgets
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.ledger_schema import CheckpointRecord
 from rollwire.coordinator.weight_push import LOST_CODES
+from rollwire.coordinator.wording import counted
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.v1 import learner_pb2, trajectory_pb2
 
@@ -62,7 +63,7 @@ class CheckpointLoader:
                 return await self._client.load_checkpoint(request)
             except RollwireError as error:
                 if error.reason in _UNUSABLE:
-                    self._notice(f"the checkpoint after {record.step} steps cannot be used: {error.message}")
+                    self._notice(f"the checkpoint after {counted(record.step, 'step')} cannot be used: {error.message}")
                     return None
                 busy = error.reason == Reason.STEP_IN_PROGRESS and now() < busy_until
                 lost = error.code in LOST_CODES and now() < lost_until

@@ -11,11 +11,17 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from rollwire.coordinator.ledger_schema import CheckpointRecord, Progress
 from rollwire.v1 import trajectory_pb2, weights_pb2
 
 Execute = Callable[..., sqlite3.Cursor]
+
+LATEST_STATES: Final = (
+    "SELECT state FROM steps WHERE rowid IN (SELECT MAX(rowid) FROM steps GROUP BY step) ORDER BY step"
+)
+"""Selects the state of every step of the run's history."""
 
 
 @dataclass(frozen=True)

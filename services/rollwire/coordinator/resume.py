@@ -19,6 +19,7 @@ from rollwire.coordinator.ledger_store import OtherBatchError
 from rollwire.coordinator.logged import Logged
 from rollwire.coordinator.loop import Parts
 from rollwire.coordinator.metrics import batch_metrics
+from rollwire.coordinator.wording import counted
 from rollwire.rpc.versions import version_text
 from rollwire.v1 import learner_pb2, weights_pb2
 
@@ -80,9 +81,10 @@ class Resumption:
             position = await self._train_again(await self._begin_lineage())
         await parts.pump.restore(position.step, journal, await parts.ledger.waiting_groups(), position.version)
         position.totals.validations.extend(self._logged.validations)
+        again = f", of which {counted(position.step - start.step, 'was', 'were')} trained again"
         parts.status.notice(
-            f"resumed after {position.step} steps at {version_text(position.version)}"
-            f"{f', of which {position.step - start.step} were trained again' if position.step > start.step else ''}"
+            f"resumed after {counted(position.step, 'step')} at {version_text(position.version)}"
+            f"{again if position.step > start.step else ''}"
         )
         return position
 

@@ -30,6 +30,7 @@ from rollwire.coordinator.run_dir import RunDir
 from rollwire.coordinator.service import CoordinatorServer
 from rollwire.coordinator.status import RunStatus
 from rollwire.coordinator.tracking import METRICS_FILE
+from rollwire.coordinator.wording import counted
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.ids import new_id
 from rollwire.rpc.versions import version_text
@@ -200,8 +201,8 @@ async def _serve(
 def _check_length(config: RunConfig, journal: Journal) -> None:
     if config.run.max_steps < len(journal.steps):
         raise ResumeError(
-            f"run.max_steps is {config.run.max_steps}, but the run has begun {len(journal.steps)} steps; allowed: at "
-            "least so many"
+            f"run.max_steps is {config.run.max_steps}, but the run has begun {counted(len(journal.steps), 'step')}; allowed: "
+            "at least so many"
         )
 
 

@@ -109,6 +109,16 @@ class StoredRun:
     state: str
 
 
+def require_run_dir(path: Path, *files: str) -> None:
+    """Checks that a directory holds what that of a run does. Raises `RunError`."""
+    for file in files:
+        if not (path / file).is_file():
+            raise RunError(
+                f"{path.absolute()} is no run directory: it has no {file}; give the directory that the run printed as "
+                "`run directory`"
+            )
+
+
 def open_run_dir(path: Path) -> StoredRun:
     """Returns the places of a run that was started before.
 
@@ -116,11 +126,7 @@ def open_run_dir(path: Path) -> StoredRun:
         RunError: There is none, or another build made it.
     """
     path = path.absolute()
-    if not (path / LEDGER_FILE).is_file() or not (path / CONFIG_FILE).is_file():
-        raise RunError(
-            f"{path} is no run directory: it has no {LEDGER_FILE} or no {CONFIG_FILE}; give the directory that the run "
-            "printed as `run directory`"
-        )
+    require_run_dir(path, LEDGER_FILE, CONFIG_FILE)
     try:
         with closing(sqlite3.connect(f"{(path / LEDGER_FILE).as_uri()}?mode=ro", uri=True)) as ledger:
             (found_format,) = ledger.execute("SELECT format_version FROM run").fetchone()

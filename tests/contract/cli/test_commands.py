@@ -80,7 +80,8 @@ def test_config_show_is_a_configuration_and_schema_a_schema(tmp_path: Path) -> N
         (["serve", "environment", "--ready-file", "/nowhere/file"], 1, "its directory does not exist"),
         (["status", "nowhere"], 1, "allowed: a run directory, or HOST:PORT"),
         (["status", "127.0.0.1:9"], 1, "no coordinator answers at 127.0.0.1:9"),
-        (["stop", "."], 1, "no run is going on in ."),
+        (["status", "."], 1, "is no run directory: it has no config.yaml"),
+        (["stop", "."], 1, "is no run directory: it has no config.yaml"),
     ],
 )
 def test_mistakes_are_one_line_and_no_traceback(
