@@ -201,8 +201,8 @@ async def _serve(
 def _check_length(config: RunConfig, journal: Journal) -> None:
     if config.run.max_steps < len(journal.steps):
         raise ResumeError(
-            f"run.max_steps is {config.run.max_steps}, but the run has begun {counted(len(journal.steps), 'step')}; allowed: "
-            "at least so many"
+            f"run.max_steps is {config.run.max_steps}, but the run has begun {counted(len(journal.steps), 'step')}; "
+            "allowed: at least so many"
         )
 
 
