@@ -17,7 +17,8 @@ from rollwire.v1 import environment_pb2 as pb
 async def test_a_hanging_environment_does_not_keep_the_process_alive(opening: Any, tmp_path: Path) -> None:
     config, ready = tmp_path / "run.yaml", tmp_path / "ready.json"
     config.write_text(
-        "environment:\n  definitions:\n    Troublesome: {type: 'troublesome:Troublesome', isolation: thread, step_timeout_s: 0.5}\n"
+        "environment:\n  definitions:\n"
+        "    Troublesome: {type: 'troublesome:Troublesome', isolation: thread, step_timeout_s: 0.5}\n"
     )
     plugins = str(Path(__file__).parent / "plugins")
     path = os.pathsep.join([plugins, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -21,6 +21,11 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Takes `die_with_parent` back."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def become_subreaper() -> None:
     """Makes orphans among this process's descendants its children, so that none gets lost."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

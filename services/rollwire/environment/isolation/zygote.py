@@ -29,6 +29,7 @@ from rollwire.environment.isolation.process_tree import (
     has_ended,
     kill_group,
     kill_strays,
+    outlive_parent,
     thread_count,
 )
 from rollwire.environment.isolation.setup import Prepared, ProcessSetup, prepare, program, try_out
@@ -227,6 +228,8 @@ def main() -> None:
         text = f"{setup.type} cannot be loaded: {one_line(error)}"
         control.sendall(frame(Kind.REFUSED, text.encode(errors="replace")))
         return
+    # From now on the end of the connection says that the server is gone, and there is time to end all descendants.
+    outlive_parent()
     control.sendall(frame(Kind.READY, description.SerializeToString()))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

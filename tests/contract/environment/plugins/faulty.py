@@ -122,10 +122,10 @@ class Faulty:
 
     def do_pollute(self) -> None:
         """Writes into every descriptor that is open."""
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2:
+        for path in list(Path("/proc/self/fd").iterdir()):
+            if int(path.name) > 2:
                 try:
-                    os.write(int(name), b"garbage " * 10)
+                    os.write(int(path.name), b"garbage " * 10)
                 except OSError:
                     continue
 
@@ -203,3 +203,10 @@ class ExitsWhenMade(Faulty):
 
     def __init__(self) -> None:
         sys.exit(4)
+
+
+class HangsWhenMade(Faulty):
+    """Is never there."""
+
+    def __init__(self) -> None:
+        self.do_busy()
