@@ -23,11 +23,13 @@ class ResumedRun:
         run_dir: Its directory.
         config: What it goes on with.
         exact: True if what follows can be bit for bit what would have followed.
+        steps: Training steps done.
     """
 
     run_dir: RunDir
     config: RunConfig
     exact: bool
+    steps: int
 
 
 def find_resumed(path: Path, arguments: Sequence[str] | None) -> ResumedRun:
@@ -56,7 +58,7 @@ def find_resumed(path: Path, arguments: Sequence[str] | None) -> ResumedRun:
         raise RunError(
             f"the run was started in {stored.working_dir}, which its relative paths need: {error.strerror}"
         ) from error
-    return ResumedRun(stored.run_dir, found.config, found.exact)
+    return ResumedRun(stored.run_dir, found.config, found.exact, stored.steps)
 
 
 def how_to_resume(directory: Path, *, launch: bool) -> str:

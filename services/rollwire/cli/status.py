@@ -16,7 +16,7 @@ from rich.table import Table
 from rollwire.cli.resume import how_to_resume, was_launched
 from rollwire.client.coordinator import CoordinatorClient
 from rollwire.coordinator.errors import RunError
-from rollwire.coordinator.journal import LATEST_STATES
+from rollwire.coordinator.journal import count_steps
 from rollwire.coordinator.ledger import FILE_NAME
 from rollwire.coordinator.peers import kind_name
 from rollwire.coordinator.run_dir import ADDRESS_FILE, CONFIG_FILE, require_run_dir
@@ -100,15 +100,14 @@ def read_ended_run(directory: Path) -> EndedRun | None:
         connection = sqlite3.connect(path)
         try:
             run_id, state = connection.execute("SELECT run_id, state FROM run").fetchone()
-            rows = connection.execute(LATEST_STATES).fetchall()
+            steps, planned = count_steps(connection.execute)
             saved = connection.execute("SELECT name, step, path, bytes FROM checkpoints ORDER BY step").fetchall()
         finally:
             connection.close()
     except sqlite3.Error:
         return None
     state = "interrupted" if state in ("starting", "running") else state
-    steps = next((number for number, (step,) in enumerate(rows) if step != "committed"), len(rows))
-    return EndedRun(run_id, state, steps, len(rows) - steps, [SavedCheckpoint(*row) for row in saved])
+    return EndedRun(run_id, state, steps, planned, [SavedCheckpoint(*row) for row in saved])
 
 
 async def _get_status(address: str) -> coordinator_pb2.GetStatusResponse:

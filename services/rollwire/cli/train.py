@@ -12,17 +12,17 @@ from typing import Any, Final
 from rich.console import Console
 
 from rollwire.cli.arguments import split_run_arguments
-from rollwire.cli.dry_run import print_dry_run
+from rollwire.cli.dry_run import print_dry_run, processes
 from rollwire.cli.interrupts import EXIT_STATUS, Interrupts
 from rollwire.cli.progress import Progress
 from rollwire.cli.resume import ResumedRun, find_resumed, how_to_resume
 from rollwire.cli.summary import print_summary
 from rollwire.coordinator.errors import ResumeError, RunError
-from rollwire.coordinator.launcher import KINDS, LocalLauncher
+from rollwire.coordinator.launcher import LocalLauncher
 from rollwire.coordinator.peers import check_addresses
 from rollwire.coordinator.preflight import check_launch
 from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
-from rollwire.coordinator.run_dir import RunDir, create_run_dir, sole_coordinator, write_config
+from rollwire.coordinator.run_dir import RunDir, check_places, create_run_dir, sole_coordinator, write_config
 from rollwire.coordinator.status import RunStatus
 from rollwire.coordinator.wording import counted
 from rollwire.serving.config import RunConfig, load_config
@@ -60,8 +60,9 @@ def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool, re
     if launch:
         check_launch(config)
         model_source(config.model)
+    check_places(config, resumed.run_dir if resumed is not None else None)
     if dry_run:
-        print_dry_run(console, config, launch=launch)
+        print_dry_run(console, config, launch=launch, resumed=resumed)
         return
     if not launch:
         check_addresses(config)
@@ -78,7 +79,7 @@ def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, 
     launcher = LocalLauncher(config, run_dir) if launch else None
     progress = Progress(console, config.run.name, config.run.max_steps)
     if launcher is not None:
-        console.print(f"starting       {', '.join(KINDS)}: one process each, logs in {run_dir.log_dir.name}/")
+        console.print(f"starting       {processes(config)}, logs in {run_dir.log_dir.name}/")
     interrupts = Interrupts(
         on_first=lambda number: progress.on_notice(f"ending the run; {_AT_ONCE[number]}"),
         on_second=lambda: _give_up(console, launcher),
@@ -97,7 +98,7 @@ def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, 
                 raise RunError(f"{error}\n  {how_to_resume(run_dir.path, launch=launch)}") from error
             # Where the message names a log file, a person will want to read it.
             if resumed is None and str(run_dir.path) not in str(error):
-                run_dir.remove()
+                _remove(console, run_dir)
             raise
     if summary is None:
         assert interrupts.received is not None
@@ -105,7 +106,7 @@ def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, 
         if progress.status.began:
             console.print(how_to_resume(run_dir.path, launch=launch), markup=False, highlight=False, soft_wrap=True)
         elif resumed is None:
-            run_dir.remove()
+            _remove(console, run_dir)
         raise SystemExit(EXIT_STATUS[interrupts.received])
     print_summary(console, summary, run_dir)
     if summary.stop_cause is not None:
@@ -155,6 +156,12 @@ async def _beside(launcher: LocalLauncher, status: RunStatus, run: Coroutine[Any
         for task in (running, watching):
             task.cancel()
         await asyncio.wait([running, watching])
+
+
+def _remove(console: Console, run_dir: RunDir) -> None:
+    """Removes the directory that was printed, and says so."""
+    run_dir.remove()
+    console.print("the run directory was removed: the run ended before it recorded anything")
 
 
 def _give_up(console: Console, launcher: LocalLauncher | None) -> None:

@@ -11,17 +11,11 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from rollwire.coordinator.ledger_schema import CheckpointRecord, Progress
 from rollwire.v1 import trajectory_pb2, weights_pb2
 
 Execute = Callable[..., sqlite3.Cursor]
-
-LATEST_STATES: Final = (
-    "SELECT state FROM steps WHERE rowid IN (SELECT MAX(rowid) FROM steps GROUP BY step) ORDER BY step"
-)
-"""Selects the state of every step of the run's history."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +123,15 @@ def read_journal(execute: Execute) -> Journal:
         completed_episodes=execute("SELECT COUNT(*) FROM trajectories").fetchone()[0],
         failed_episodes=Counter(dict(execute("SELECT reason, COUNT(*) FROM failures GROUP BY reason").fetchall())),
     )
+
+
+def count_steps(execute: Execute) -> tuple[int, int]:
+    """Returns how many steps of the run's history are done, and how many after those are planned."""
+    states = execute(
+        "SELECT state FROM steps WHERE rowid IN (SELECT MAX(rowid) FROM steps GROUP BY step) ORDER BY step"
+    ).fetchall()
+    done = next((number for number, (state,) in enumerate(states) if state != "committed"), len(states))
+    return done, len(states) - done
 
 
 def read_step_groups(execute: Execute, step: JournalStep) -> list[list[trajectory_pb2.Trajectory]]:

@@ -14,7 +14,7 @@ from rollwire.client.rollout import RolloutClient
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.tasks import run_all
 from rollwire.rpc.errors import RollwireError
-from rollwire.serving.config import RunConfig
+from rollwire.serving.config import ConfigError, RunConfig
 from rollwire.v1 import coordinator_pb2, environment_pb2, learner_pb2, rollout_pb2
 
 READY_POLL_S: Final = 0.1
@@ -33,18 +33,18 @@ def check_addresses(config: RunConfig) -> None:
     """Checks that there is an address of every kind that the run needs, and of one learner.
 
     Raises:
-        RunError: There is not.
+        ConfigError: There is not.
     """
     services = config.services
     plays = any(entry.source == "environment" for entry in config.environments)
     for kind in ("environment", "rollout", "learner"):
         if not getattr(services, kind) and (kind != "environment" or plays):
-            raise RunError(
+            raise ConfigError(
                 f"services.{kind} is empty; give the address of a running server, such as "
                 f"services.{kind}=[127.0.0.1:50051], or let `rollwire launch` start the servers"
             )
     if len(services.learner) > 1:
-        raise RunError(f"services.learner lists {len(services.learner)} addresses; exactly one is allowed")
+        raise ConfigError(f"services.learner lists {len(services.learner)} addresses; exactly one is allowed")
 
 
 class Peers:

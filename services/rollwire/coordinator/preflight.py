@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.peers import Descriptions
-from rollwire.serving.config import RunConfig
+from rollwire.serving.config import ConfigError, RunConfig
 from rollwire.v1 import environment_pb2, learner_pb2, rollout_pb2
 
 
@@ -32,11 +32,11 @@ def check_launch(config: RunConfig) -> None:
     """Checks that agents can call the policy of rollout servers that are started with this configuration.
 
     Raises:
-        RunError: They cannot.
+        ConfigError: They cannot.
     """
     agents = [entry.tag for entry in config.environments if entry.source == "agent"]
     if agents and config.rollout.http.address is None:
-        raise RunError(
+        raise ConfigError(
             f"environments entry {agents[0]!r} has source agent, but rollout.http.address is null: agents could not "
             "call the policy; set rollout.http.address=127.0.0.1:0, or an address that they reach"
         )

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from rollwire.coordinator.errors import RunError
+from rollwire.coordinator.journal import count_steps
 from rollwire.coordinator.ledger_schema import FORMAT_VERSION
 from rollwire.serving.config import RunConfig
 from rollwire.serving.config.loader import dump_config
+from rollwire.serving.places import require_writable
 
 CONFIG_FILE: Final = "config.yaml"
 LEDGER_FILE: Final = "run.db"
@@ -94,6 +96,21 @@ def create_run_dir(config: RunConfig, now: datetime) -> RunDir:
     return RunDir(path, Path(log_dir).absolute() / config.run.name / path.name, now)
 
 
+def check_places(config: RunConfig, run_dir: RunDir | None) -> None:
+    """Checks that a run can be written where it is to be: a new one, or one that goes on in its directory.
+
+    Raises:
+        ServeError: It cannot.
+    """
+    if run_dir is not None:
+        require_writable("the run directory", run_dir.path)
+        require_writable("the directory of its event file", run_dir.event_dir)
+        return
+    require_writable("run.output_dir", Path(config.run.output_dir))
+    if config.tracking.log_dir:
+        require_writable("tracking.log_dir", Path(config.tracking.log_dir))
+
+
 @dataclass(frozen=True)
 class StoredRun:
     """A run that was started before.
@@ -102,11 +119,13 @@ class StoredRun:
         run_dir: Its directory.
         working_dir: What relative paths of its configuration are relative to.
         state: How it ended, as far as its ledger knows.
+        steps: Training steps done.
     """
 
     run_dir: RunDir
     working_dir: Path
     state: str
+    steps: int
 
 
 def require_run_dir(path: Path, *files: str) -> None:
@@ -138,10 +157,11 @@ def open_run_dir(path: Path) -> StoredRun:
             created, event_dir, working_dir, state = ledger.execute(
                 "SELECT created, event_dir, working_dir, state FROM run"
             ).fetchone()
+            steps, _ = count_steps(ledger.execute)
     except sqlite3.Error as error:
         raise RunError(f"the ledger in {path} cannot be read: {error}") from error
     run_dir = RunDir(path, Path(event_dir), datetime.fromisoformat(created))
-    return StoredRun(run_dir, Path(working_dir), state)
+    return StoredRun(run_dir, Path(working_dir), state, steps)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from rollwire.serving.config.models import RunConfig
 from rollwire.serving.fencing import Fencing
 from rollwire.serving.model_files import find_tokenizer, load_tokenizer, tokenizer_hash
 from rollwire.serving.model_tensors import SERVING_TYPES
+from rollwire.serving.places import require_writable
 from rollwire.serving.server import Readiness
 from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import learner_pb2, learner_pb2_grpc, weights_pb2
@@ -92,9 +93,11 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
         """Meets the other ranks, loads the model and publishes version 0 of a new lineage.
 
         Raises:
-            ServeError: The model is missing, broken or cannot be trained, or the ranks do not come together.
+            ServeError: `run.output_dir` cannot be written, the model is missing, broken or cannot be trained, or the
+                ranks do not come together.
             RollwireError: INTERNAL / `RANK_FAILED`.
         """
+        require_writable("run.output_dir", Path(self._config.run.output_dir))
         self._readiness = readiness
         if self._seat.size > 1:
             loop = asyncio.get_running_loop()

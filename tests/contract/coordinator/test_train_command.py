@@ -142,3 +142,12 @@ async def test_errors_of_a_run_are_one_line(world: Any, rollwire: Rollwire) -> N
     assert problem.startswith("error: the rollout server at 127.0.0.1:")
     assert advice == f"  resume with: rollwire train --resume {run_dir(world)}"
     assert state(world) == "failed"
+
+
+async def test_a_run_that_never_began_says_that_its_directory_is_gone(world: Any, rollwire: Rollwire) -> None:
+    process = await rollwire("train", write_config(world), "rollout.max_episode_tokens=9999")
+    status, output, errors = await finish(process)
+    assert status == 1 and "rollout.max_episode_tokens is 9999, but" in errors
+    assert output.splitlines()[0].startswith("run directory  ")
+    assert output.splitlines()[-1] == "the run directory was removed: the run ended before it recorded anything"
+    assert not (world.directory / "out" / "runs").exists()

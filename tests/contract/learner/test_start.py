@@ -49,6 +49,14 @@ async def test_the_hash_of_the_tokenizer_is_reported(connect: Any) -> None:
     assert info.max_sequence_tokens == 512
 
 
+async def test_a_place_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = RunConfig.model_validate({"run": {"output_dir": f"{tmp_path}/file/out"}})
+    with pytest.raises(ServeError, match=r"run\.output_dir is '.*/file/out', but .*/file cannot be written \(Not a"):
+        async with serving(LearnerServer(config), Binding()):
+            pass
+
+
 async def test_every_start_is_a_lineage_of_its_own(connect: Any) -> None:
     lineages = set()
     for _ in range(2):

@@ -7,7 +7,7 @@ import pytest
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.peers import Descriptions, check_addresses
 from rollwire.coordinator.preflight import check_fit, check_launch
-from rollwire.serving.config import RunConfig
+from rollwire.serving.config import ConfigError, RunConfig
 from rollwire.v1 import environment_pb2, learner_pb2, rollout_pb2
 
 CONFIG = RunConfig.model_validate(
@@ -95,6 +95,6 @@ def test_what_comes_from_outside_needs_no_environment_server_but_an_edge() -> No
     found.environments.clear()
     check_fit(config, found)
     check_addresses(config)
-    with pytest.raises(RunError, match=r"'Agent' has source agent, but rollout\.http\.address is null"):
+    with pytest.raises(ConfigError, match=r"'Agent' has source agent, but rollout\.http\.address is null"):
         check_launch(config)
     check_launch(CONFIG)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from rollwire.coordinator.errors import RunError
-from rollwire.coordinator.run_dir import create_run_dir
+from rollwire.coordinator.run_dir import RunDir, check_places, create_run_dir
 from rollwire.serving.config import load_config
+from rollwire.serving.server import ServeError
 
 NOW = datetime.fromisoformat("2026-03-04T05:06:07+00:00")
 
@@ -36,3 +37,16 @@ def test_a_place_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"run.output_dir is '.*/file', but .* cannot be written \(Not a directory\)"):
         create_run_dir(config, NOW)
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
+
+
+def test_places_are_tried_before_a_run_and_nothing_is_left_there(tmp_path: Path) -> None:
+    check_places(load_config(None, [f"run.output_dir={tmp_path}/a/b", f"tracking.log_dir={tmp_path}/c"]), None)
+    check_places(load_config(None), RunDir(tmp_path, tmp_path / "events", NOW))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for setting in ("run.output_dir", "tracking.log_dir"):
+        config = load_config(None, [f"run.output_dir={tmp_path}", f"{setting}={tmp_path}/file/x"])
+        with pytest.raises(ServeError, match=rf"{setting} is '.*/file/x', but .*/file cannot be written"):
+            check_places(config, None)
+    with pytest.raises(ServeError, match=r"the directory of its event file is '.*/file/x', but"):
+        check_places(load_config(None), RunDir(tmp_path, tmp_path / "file" / "x", NOW))
