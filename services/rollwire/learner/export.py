@@ -88,7 +88,10 @@ class Exporter:
         config.save_pretrained(directory)
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(directory)
-        (directory / _RECORD).write_text(json.dumps(_record(manifest), indent=1) + "\n")
+        record = directory / _RECORD
+        record.write_text(json.dumps(_record(manifest), indent=1) + "\n")
+        for file in directory.iterdir():  # safetensors makes files that only the owner may read
+            file.chmod(record.stat().st_mode)
 
     def _save_model(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         """Writes weights and generation configuration, the latter as it came.

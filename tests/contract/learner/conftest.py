@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ from rollwire.v1 import learner_pb2
 VOCABULARY = 61
 
 Connect = Callable[..., AbstractAsyncContextManager[LearnerClient]]
+
+
+@pytest.fixture
+def umask_027() -> Iterator[None]:
+    """Makes new files unreadable for others."""
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(scope="session")

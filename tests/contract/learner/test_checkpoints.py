@@ -126,11 +126,12 @@ async def test_adapters_come_back_and_their_base_is_not_saved(
         assert raised.value.reason == "CHECKPOINT_MISMATCH"
 
 
-async def test_no_file_is_a_pickle(connect: Callable, batch: Batch) -> None:
+async def test_no_file_is_a_pickle(connect: Callable, batch: Batch, umask_027: None) -> None:
     async with connect() as client:
         await train(client, batch())
         path = Path((await save(client, "one")).path)
     assert sorted(file.suffix for file in path.iterdir()) == [".json", ".json", ".safetensors"]
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o640}
     for file in path.iterdir():
         with pytest.raises(ValueError):
             list(pickletools.genops(file.read_bytes()))

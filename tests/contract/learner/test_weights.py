@@ -109,7 +109,7 @@ async def test_readers_follow_by_changes_and_hold_every_version_exactly(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_an_export_is_a_model_directory_with_the_published_weights(
-    connect: Any, dtype: str, batch: Callable[..., Any]
+    connect: Any, dtype: str, batch: Callable[..., Any], umask_027: None
 ) -> None:
     async with connect(model={"path": "builtin:tiny", "dtype": dtype}) as client:
         answer = await train(client, batch())
@@ -129,6 +129,7 @@ async def test_an_export_is_a_model_directory_with_the_published_weights(
     assert tokenizer.get_vocab() == wanted.get_vocab()
     assert tokenizer.chat_template == wanted.chat_template
     assert [file.name for file in directory.parent.iterdir()] == ["trained"]
+    assert {file.stat().st_mode & 0o777 for file in directory.iterdir()} == {0o640}
 
 
 async def test_a_generation_configuration_that_cannot_be_saved_is_exported_as_it_came(
