@@ -72,6 +72,7 @@ def print_summary(console: Console, summary: RunSummary, run_dir: RunDir) -> Non
         f"{counted(summary.steps, 'step')}, {counted(totals.samples, 'episode')}, {counted(totals.tokens, 'token')} "
         f"in {summary.elapsed_s:.0f} s",
         *([f"stopped early  {summary.stop_cause}"] if summary.stop_cause is not None else []),
+        *([f"not saved      {summary.unsaved}"] if summary.unsaved is not None else []),
         f"run directory  {run_dir.path}",
         f"policy         {summary.export_path}",
         f"curves         {_tensorboard()} --logdir {_shortest(run_dir.event_dir.parent)}",

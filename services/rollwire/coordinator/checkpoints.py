@@ -6,7 +6,9 @@ from rollwire.client.learner import LearnerClient
 from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.ledger_schema import CheckpointRecord
 from rollwire.coordinator.status import RunStatus
+from rollwire.coordinator.wording import counted
 from rollwire.rpc.errors import RollwireError
+from rollwire.rpc.versions import version_text
 from rollwire.serving.config import RunConfig
 from rollwire.v1 import learner_pb2, trajectory_pb2, weights_pb2
 
@@ -36,6 +38,8 @@ class CheckpointKeeper:
         self._ledger = ledger
         self._status = status
         self._saved_at: int | None = None
+        self.problem: str | None = None
+        """Why the last attempt left no checkpoint; None when it did."""
 
     def found(self, steps_done: int) -> None:
         """Notes that there is a checkpoint after so many steps already."""
@@ -58,12 +62,21 @@ class CheckpointKeeper:
         try:
             response = await self._client.save_checkpoint(request)
         except RollwireError as error:
-            self._status.notice(f"no checkpoint after {steps_done} steps, the run goes on without: {error.message}")
-            return None
+            return self._failed(steps_done, error.message)
         if response.version != version:
-            self._status.notice(f"the checkpoint {name} holds another version than the run is at; it is not used")
-            return None
+            return self._failed(steps_done, f"the learner saved {version_text(response.version)} as {name}")
         record = CheckpointRecord(name, steps_done, version, response.digest, response.path, response.bytes)
         await self._ledger.add_checkpoint(record, self._run.keep_checkpoints)
-        self._saved_at = steps_done
+        self._saved_at, self.problem = steps_done, None
         return float(response.bytes)
+
+    def _failed(self, steps_done: int, why: str) -> None:
+        """Tells that there is no checkpoint, and when the next one is tried."""
+        self.problem = f"there is no checkpoint after {counted(steps_done, 'step')}: {why}"
+        every, last = self._run.checkpoint_every_steps, self._run.max_steps
+        if steps_done >= last or self._status.stop_cause is not None:
+            self._status.notice(self.problem)
+            return
+        after = steps_done + every
+        then = f"after {counted(after, 'step')}" if 0 < every and after < last else "at the end of the run"
+        self._status.notice(f"{self.problem}. The run goes on; the next one is tried {then}")

@@ -60,6 +60,7 @@ class RunSummary:
         elapsed_s: Wall time from the start to the export.
         export_path: Hugging Face directory on the learner's host.
         stop_cause: Why it ended early; None when it made all steps.
+        unsaved: Why there is no checkpoint of its end; None when there is one.
     """
 
     totals: Totals
@@ -67,6 +68,7 @@ class RunSummary:
     elapsed_s: float
     export_path: str
     stop_cause: str | None
+    unsaved: str | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ async def run_training(
         path = await _export(peers, fence)
         if parts.external.sources:
             await asyncio.sleep(max(0.0, ended_s + END_NOTICE_S - time.monotonic()))
-        return RunSummary(loop.totals, status.step, status.elapsed_s, path, status.stop_cause)
+        return RunSummary(
+            loop.totals, status.step, status.elapsed_s, path, status.stop_cause, parts.checkpoints.problem
+        )
 
 
 @asynccontextmanager

@@ -127,7 +127,7 @@ def corrupt(name: str, file: str, what: str) -> RollwireError:
     return RollwireError(
         grpc.StatusCode.DATA_LOSS,
         Reason.CHECKPOINT_CORRUPT,
-        f"checkpoint {name} is damaged: {file} {what}; load another one",
+        f"checkpoint {name} is damaged: {file} {what}; other checkpoints may be intact",
         metadata={"name": name, "file": file},
     )
 
@@ -139,6 +139,6 @@ def storage_failed(name: str, error: OSError) -> RollwireError:
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         Reason.STORAGE_FAILED,
         f"checkpoint {name} cannot be written: {error.strerror or error}{where}; nothing is left of it. Free space or "
-        "permit writing, and save again",
+        "permit writing",
         metadata={"name": name},
     )

@@ -174,7 +174,8 @@ async def test_a_damaged_checkpoint_is_told_about_and_an_earlier_one_taken(world
     world.learner.damaged.add(newest)
     await world.resume(*SETTINGS)
     assert any(
-        "the checkpoint after 2 steps cannot be used: a shard was changed" in text for text in world.notes.notices
+        "the checkpoint after 2 steps cannot be used, the one before is tried: a shard was changed" in text
+        for text in world.notes.notices
     )
     assert [name[-7:] for name, _ in world.learner.loads] == ["-000000"]
     assert [step for step, _ in batches(world)["line"]] == [0, 1, 2, 0, 1, 2, 3, 4]
@@ -256,9 +257,15 @@ async def test_a_disk_that_refuses_checkpoints_does_not_end_the_run(world: Any) 
     world.learner.before_save = refuse
     summary = await world.run(*SETTINGS)
     assert summary.steps == 5
+    problem = "there is no checkpoint after {} steps: No space left on device".format
+    then = ". The run goes on; the next one is tried "
     assert [text for text in world.notes.notices if "no checkpoint after" in text] == [
-        f"no checkpoint after {steps} steps, the run goes on without: No space left on device" for steps in (0, 2, 4, 5)
+        f"{problem(0)}{then}after 2 steps",
+        f"{problem(2)}{then}after 4 steps",
+        f"{problem(4)}{then}at the end of the run",
+        problem(5),
     ]
+    assert summary.unsaved == problem(5)
 
 
 async def test_checkpoints_are_remembered_and_old_ones_forgotten(world: Any) -> None:

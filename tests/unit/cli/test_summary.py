@@ -66,5 +66,12 @@ def test_a_run_without_any_signal_says_so() -> None:
     )
 
 
+def test_a_run_whose_end_is_not_saved_says_so() -> None:
+    text = text_of(RunSummary(Totals(), 1, 1.0, "/x", None, "there is no checkpoint after 1 step: No space left"))
+    assert "\n".join(text.splitlines()[:2]) == (
+        "1 step, 0 episodes, 0 tokens in 1 s\nnot saved      there is no checkpoint after 1 step: No space left"
+    )
+
+
 def test_a_run_that_was_stopped_says_so() -> None:
     assert "stopped early  enough" in text_of(RunSummary(Totals(), 3, 1.0, "/x", "enough"))

@@ -55,6 +55,8 @@ def test_a_schedule_is_laid_out_for_its_run() -> None:
     linear = ("learner.optimizer.schedule=linear",)
     with pytest.raises(ConfigError, match=r"run\.max_steps is 500, but .* learner\.optimizer\.schedule=linear is laid"):
         compare("run.max_steps=500", started=linear)
+    with pytest.raises(ConfigError, match=r"start a new run from what this one exported, with model\.path=…"):
+        compare("run.max_steps=500", started=linear)
     critic = ("learner.critic.optimizer.schedule=cosine",)
     assert compare("run.max_steps=500", started=critic), "there is no critic"
     with pytest.raises(ConfigError, match=r"learner\.critic\.optimizer\.schedule=cosine"):

@@ -91,7 +91,8 @@ def _check_schedules(stored: RunConfig, wanted: RunConfig) -> None:
     if stored.run.max_steps != wanted.run.max_steps and schedule is not None:
         raise ConfigError(
             f"run.max_steps is {wanted.run.max_steps}, but the run was started with {stored.run.max_steps}, which "
-            f"{schedule} is laid out for; a resumed run keeps it"
+            f"{schedule} is laid out for; a resumed run keeps it. To train further, start a new run from what this one "
+            "exported, with model.path=… its directory"
         )
 
 
