@@ -62,15 +62,17 @@ class CheckpointKeeper:
         try:
             response = await self._client.save_checkpoint(request)
         except RollwireError as error:
-            return self._failed(steps_done, error.message)
+            self._tell(steps_done, error.message)
+            return None
         if response.version != version:
-            return self._failed(steps_done, f"the learner saved {version_text(response.version)} as {name}")
+            self._tell(steps_done, f"the learner saved {version_text(response.version)} as {name}")
+            return None
         record = CheckpointRecord(name, steps_done, version, response.digest, response.path, response.bytes)
         await self._ledger.add_checkpoint(record, self._run.keep_checkpoints)
         self._saved_at, self.problem = steps_done, None
         return float(response.bytes)
 
-    def _failed(self, steps_done: int, why: str) -> None:
+    def _tell(self, steps_done: int, why: str) -> None:
         """Tells that there is no checkpoint, and when the next one is tried."""
         self.problem = f"there is no checkpoint after {counted(steps_done, 'step')}: {why}"
         every, last = self._run.checkpoint_every_steps, self._run.max_steps
@@ -78,5 +80,5 @@ class CheckpointKeeper:
             self._status.notice(self.problem)
             return
         after = steps_done + every
-        then = f"after {counted(after, 'step')}" if 0 < every and after < last else "at the end of the run"
+        then = f"after {counted(after, 'step')}" if every > 0 and after < last else "at the end of the run"
         self._status.notice(f"{self.problem}. The run goes on; the next one is tried {then}")
