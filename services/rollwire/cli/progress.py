@@ -32,19 +32,20 @@ def step_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     Args:
         step: Number of the step, from 0.
         max_steps: Steps of the run.
-        metrics: Its scalars.
+        metrics: Its scalars; without those of playing when a resumed run trained it again.
     """
     parts = [f"step {step + 1:>{len(str(max_steps))}}/{max_steps}"]
     parts.append(f"score {metrics['critic/score/mean']:6.3f}")
     success = mean_of(metrics, "env", "success")
     if success is not None:
         parts.append(f"success {success:5.3f}")
-    parts.append(f"{metrics['system/tps']:,.0f} tok/s")
+    played = "system/tps" in metrics
+    parts.append(f"{metrics['system/tps']:,.0f} tok/s" if played else "trained again")
     phases = " + ".join(f"{name} {metrics.get(f'time/{key}', 0.0):.1f}" for name, key in _PHASES)
     parts.append(f"{metrics['time/step_total']:.1f} s ({phases})")
     if metrics["scheduler/group_filter_count"]:
         parts.append(f"{counted(metrics['scheduler/group_filter_count'], 'group')} without signal")
-    if metrics["scheduler/failed"]:
+    if metrics.get("scheduler/failed"):
         parts.append(f"{counted(metrics['scheduler/failed'], 'episode')} failed so far")
     return "  ".join(parts)
 

@@ -63,9 +63,8 @@ class CheckpointLoader:
                 return await self._client.load_checkpoint(request)
             except RollwireError as error:
                 if error.reason in _UNUSABLE:
-                    self._notice(
-                        f"the checkpoint after {counted(record.step, 'step')} cannot be used, the one before is tried: {error.message}"
-                    )
+                    which = f"the checkpoint after {counted(record.step, 'step')}"
+                    self._notice(f"{which} cannot be used, the one before is tried: {error.message}")
                     return None
                 busy = error.reason == Reason.STEP_IN_PROGRESS and now() < busy_until
                 lost = error.code in LOST_CODES and now() < lost_until

@@ -10,7 +10,7 @@ from typing import Any, Final
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.metrics import Metrics
 
-STEP_MARK: Final = "time/step_total"
+STEP_MARK: Final = "system/samples"
 """Scalar that a line about a training step has, and no other line."""
 
 _KINDS: Final = ("val_greedy", "val")

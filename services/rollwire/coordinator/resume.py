@@ -8,20 +8,23 @@ then the learner begins another lineage at the checkpoint, in which the batches 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollwire.coordinator.batch import Batch, select_batch
 from rollwire.coordinator.checkpoint_loading import CheckpointLoader
 from rollwire.coordinator.errors import ResumeError
-from rollwire.coordinator.journal import Journal
+from rollwire.coordinator.intake import ProtocolError, oldest_step
+from rollwire.coordinator.journal import Journal, JournalStep
 from rollwire.coordinator.journaled import DivergedError, Position, Totals
 from rollwire.coordinator.ledger_schema import Progress
 from rollwire.coordinator.ledger_store import OtherBatchError
 from rollwire.coordinator.logged import Logged
-from rollwire.coordinator.loop import Parts
-from rollwire.coordinator.metrics import batch_metrics
+from rollwire.coordinator.loop import Parts, Stopwatch
+from rollwire.coordinator.metrics import Metrics, batch_metrics, staleness_metrics
 from rollwire.coordinator.wording import counted
 from rollwire.rpc.versions import version_text
-from rollwire.v1 import learner_pb2, weights_pb2
+from rollwire.v1 import learner_pb2, trajectory_pb2, weights_pb2
 
 
 @dataclass(frozen=True)
@@ -160,20 +163,56 @@ class Resumption:
         position = Position(start.step, start.version, start.digest, Totals())
         position.totals.restore(progress)
         parts.preparer.kl_coefficient = progress.kl_coefficient
-        for done in journal.steps[self._logged.steps : start.step]:  # done but not logged
-            await parts.recorder.scalars(done.step, done.metrics)
+        for done in journal.steps[self._logged.steps : start.step]:
+            await self._log_done(done)
+            self._logged.steps = done.step + 1
         for step in journal.steps[start.step :]:
-            groups = await parts.ledger.step_groups(step)
-            if not groups:
-                raise ResumeError(
-                    f"the run cannot be resumed: the episodes of step {step.step} are no longer in the ledger; start a "
-                    "new run"
-                )
-            parts.status.begin_phase(f"training step {step.step + 1} again")
-            batch = await parts.preparer.prepare(groups, parts.guard.comparable(position.version), lambda _: None)
             comparable = start.exact and step.before == position.version
-            metrics = await parts.training.train(position, batch, step.weights_digest if comparable else b"")
-            metrics |= batch_metrics(batch) | {"system/samples": float(position.totals.samples)}
+            metrics = await self._train_step(position, step, step.weights_digest if comparable else b"")
             if step.step >= self._logged.steps:
                 await parts.recorder.scalars(step.step, metrics)
+                parts.status.observer.on_step(step.step, metrics)
+                self._logged.steps = step.step + 1
         return position
+
+    async def _train_step(self, position: Position, step: JournalStep, expected: bytes) -> Metrics:
+        """Trains a step of the journal; returns what is known of it without playing it. Raises as `_train_again`."""
+        parts, watch = self._parts, Stopwatch()
+        groups = await parts.ledger.step_groups(step)
+        if not groups:
+            raise ResumeError(
+                f"the run cannot be resumed: the episodes of step {step.step} are no longer in the ledger; start a "
+                "new run"
+            )
+        parts.status.begin_phase(f"training step {step.step + 1} again")
+        before = position.version
+        batch = await parts.preparer.prepare(groups, parts.guard.comparable(before), watch.lap)
+        metrics = dict(await parts.training.train(position, batch, expected))
+        watch.lap("step_train")
+        metrics |= _describe(step, batch, position.totals.samples)
+        metrics |= staleness_metrics(_lags(batch.consumed, before))
+        watch.lap("step_compute_data_metrics")
+        return metrics | watch.metrics | {"time/step_total": watch.total_s} | await parts.resident.measure()
+
+    async def _log_done(self, step: JournalStep) -> None:
+        """Logs a step that was done when the process died, but not logged."""
+        groups = await self._parts.ledger.step_groups(step)
+        if groups:
+            batch = select_batch(groups, self._parts.config.algorithm)
+            known = _describe(step, batch, step.progress.samples)
+            known |= staleness_metrics(_lags(batch.consumed, step.before))
+        else:  # no checkpoint needs its episodes any more
+            known = {"system/samples": float(step.progress.samples), "system/step": float(step.step)}
+        await self._parts.recorder.scalars(step.step, {**step.metrics, **known})
+
+
+def _describe(step: JournalStep, batch: Batch, samples: int) -> Metrics:
+    return {**batch_metrics(batch), "system/samples": float(samples), "system/step": float(step.step)}
+
+
+def _lags(consumed: Sequence[trajectory_pb2.Trajectory], version: weights_pb2.WeightVersion) -> list[int]:
+    """Returns by how many versions each episode lags; nothing where another lineage of weights has played it."""
+    try:
+        return [version.step - oldest_step(item, version.lineage, version.step) for item in consumed]
+    except ProtocolError:
+        return []

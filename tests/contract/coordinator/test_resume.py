@@ -20,6 +20,18 @@ from rollwire.rpc.ids import is_name
 
 SETTINGS = ("run.max_steps=5", "run.checkpoint_every_steps=2", "validation.every_steps=1", "validation.episodes=2")
 
+NOT_PLAYED = (
+    *(f"scheduler/{name}" for name in ("requested", "completed", "failed", "in_flight")),
+    "scheduler/groups_dropped",
+    "scheduler/groups_in_flight",
+    "system/tps",
+    "time/step_rollout",
+    "time/step_model_update",
+    "time/step_log",
+    *(f"weights/{name}" for name in ("sync_seconds", "sync_bytes", "pause_seconds")),
+)
+"""Scalars that a step does not have whose episodes an earlier incarnation has played."""
+
 
 def query(world: Any, text: str) -> list[tuple[Any, ...]]:
     with sqlite3.connect(world.run_dir.path / "run.db") as connection:
@@ -104,7 +116,9 @@ async def test_a_restarted_learner_goes_on_from_the_newest_checkpoint(world: Any
     assert sorted(again) == ["g00000008", "g00000009"], "nothing that was accepted is played again"
     assert query(world, "SELECT epoch, state FROM run") == [(2, "finished")]
     assert {request.fence.epoch for request in world.rollout.requests[played:]} == {2}
-    assert [step for step, _ in world.notes.steps] == [4]
+    (again_at, trained_again), (at, played) = world.notes.steps
+    assert (again_at, at) == (3, 4)
+    assert played.keys() - trained_again.keys() == set(NOT_PLAYED) and trained_again.keys() <= played.keys()
     assert len(summary.totals.validations) == 6
     assert_whole(world)
 

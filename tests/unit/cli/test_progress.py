@@ -33,6 +33,11 @@ def test_a_step_tells_what_is_unusual() -> None:
     assert line.endswith("3 groups without signal  2 episodes failed so far")
 
 
+def test_a_step_that_was_trained_again_was_not_played() -> None:
+    known = {name: value for name, value in STEP.items() if name not in ("system/tps", "scheduler/failed")}
+    assert "  success 0.600  trained again  3.9 s (" in step_line(4, 120, known)
+
+
 def test_environments_without_success_have_a_score_alone() -> None:
     plain = {name: value for name, value in STEP.items() if not name.endswith("success")}
     assert "success" not in step_line(0, 9, plain)

@@ -14,7 +14,7 @@ from rollwire.coordinator.tracking import METRICS_FILE, Tracker
 
 
 def step(number: int) -> dict[str, float]:
-    return {"time/step_total": 1.0, "a": float(number)}
+    return {"system/samples": 1.0, "a": float(number)}
 
 
 def test_a_curve_goes_on_without_a_gap_or_a_double(tmp_path: Path) -> None:
