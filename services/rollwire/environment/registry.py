@@ -67,8 +67,8 @@ class _Checked:
 def load_registry(section: EnvironmentSection) -> Registry:
     """Registers the built-in environments and those of the configuration, constructing each one once to try it.
 
-    Environments that run in processes of their own are constructed there, all at the same time. These processes end
-    with the thread that calls this.
+    Environments that run in processes of their own are constructed there, all at the same time. `Registry.close`, or
+    the hosts that take them over, end these processes; otherwise they end with this one.
 
     Raises:
         ServeError: A definition cannot be used.

@@ -27,6 +27,7 @@ ANSWERS = {
     "SeenLake": "<answer>Left</answer>",
     "SeenSokoban": "<answer>Up</answer>",
     "Guess": "7",
+    "GuessInProcesses": "7",
     "BigLake": "<answer>Left</answer>",
     "Taxi": "<answer>South</answer>",
     "CliffWalking": "<answer>Up</answer>",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import json
 import os
 import pty
 import sys
@@ -206,16 +205,3 @@ async def test_an_environment_that_fails_ends_the_game(configuration: str) -> No
     status, _, err = await rollwire("env", "play", "Mine", "--config", configuration, typed="raise\n")
     assert status == 1
     assert err == "error: environment Mine failed: ZeroDivisionError: cannot divide <path> by zero\n"
-
-
-async def test_the_benchmark_measures_both_servers(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    status, out, err = await rollwire(
-        "bench", "environment", "--sessions", "4", "--seconds", "0.2", "--repetitions", "2", "--json", str(path)
-    )
-    assert (status, err) == (0, "")
-    assert "bare unary echo" in out
-    found = json.loads(path.read_text())
-    assert (found["sessions"], len(found["echo"]), len(found["steps"])) == (4, 2, 2)
-    assert all(window["calls_per_s"] > 0 for window in found["echo"] + found["steps"])
-    assert found["ratio"] > 0

@@ -24,6 +24,7 @@ class OpenEnvError(Exception):
 class OpenEnv:
     """An environment that an OpenEnv server plays; the server is a process of its own, so this client needs none."""
 
+    isolation: ClassVar = "thread"
     # The server's address is not for callers to choose.
     config_only_options: ClassVar = ("url", "action_field", "action_constants", "action_pattern", "reset_options")
 

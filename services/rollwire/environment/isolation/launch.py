@@ -34,7 +34,7 @@ class ZygoteProcess:
     """
 
     def __init__(self, setup: ProcessSetup) -> None:
-        """Starts the process, from the thread whose end shall be its end; `await_ready` waits for it.
+        """Starts the process; `await_ready` waits for it. Until it is ready, it ends with the thread that calls this.
 
         Raises:
             UnusableError: The system starts no process.

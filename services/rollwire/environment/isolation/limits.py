@@ -32,8 +32,11 @@ def confine(memory_mib: int) -> None:
 
 
 def reseed() -> None:
-    """Gives the global generators states of their own: forks of one zygote would all draw the same."""
+    """Gives the global generators states of their own: forks of one zygote would all draw the same.
+
+    NumPy's has one from its import on; where that is still to come, it is each worker's own.
+    """
     random.seed()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()

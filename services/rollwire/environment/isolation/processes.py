@@ -106,7 +106,7 @@ class WorkerProcesses:
             raise UnusableError("the server is stopping")
         if self._zygote is None:
             _log.warning("starting the environment's processes again", environment_tag=self._setup.tag)
-            # Started from the thread of the event loop, because it ends with the thread that started it.
+            # Started from the thread of the event loop: until it is ready, it ends with the thread that started it.
             self._starting = ZygoteProcess(self._setup)
             try:
                 await asyncio.to_thread(self._starting.await_ready)

@@ -54,7 +54,7 @@ class EnvironmentDefinition(Section):
     sessions_per_process: Annotated[int, Field(ge=0, le=1024)] = 0
     """Sessions that share a worker process at once, and its fate; 0: as its class says, else 1."""
 
-    max_processes: Annotated[int, Field(ge=1, le=1024)] = 64
+    max_processes: Annotated[int, Field(ge=1, le=1024)] = 256
     """Worker processes at once; when all are full, opening answers RESOURCE_EXHAUSTED."""
 
     memory_mib: NotNegative = 4096

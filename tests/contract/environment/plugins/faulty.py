@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 MIB = 1 << 20
+np.random.random()  # the generator exists before the first fork
 
 
 class Faulty:
