@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+import re
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollwire.coordinator.advantages import ESTIMATORS, dr_grpo, grpo, reinforce, rloo, whiten
+from rollwire.coordinator.advantages import ESTIMATORS, Estimate, dr_grpo, grpo, reinforce, rloo, whiten
 from rollwire.coordinator.batch_view import BatchView, decayed_sums
 from rollwire.serving.config.algorithm import AlgorithmSection
 
@@ -299,6 +302,32 @@ def test_a_turn_without_a_trained_token_rewards_the_token_before() -> None:
     )
 
     assert view.token_rewards.tolist() == [0, 3, 3, 9]  # nothing was done before the 7
+
+
+def test_the_estimators_of_the_page_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    groups, found = make_groups(3), {}
+    for name, estimator in names["NEW"].items():
+        found[name] = estimator(view_of(groups), AlgorithmSection()).advantages.tolist()
+    monkeypatch.setitem(PLAIN_GROUP, "median_baseline", lambda s: [score - sorted(s)[len(s) // 2] for score in s])
+    own_turn = [
+        turn.reward - penalty_to_go(episode, number, token)
+        for group in groups
+        for episode in group
+        for number, turn in enumerate(episode)
+        for token in range(len(turn.tokens))
+    ]
+    assert found["median_baseline"] == pytest.approx(plain_from_scores("median_baseline")(groups, AlgorithmSection()))
+    assert found["own_turn"] == pytest.approx(own_turn)
+
+
+def test_the_page_names_every_field_of_view_and_estimate() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    names = [field.name for kind in (BatchView, Estimate) for field in dataclasses.fields(kind)]
+    assert [name for name in names if f"`{name}`" not in page] == []
 
 
 def test_the_configuration_offers_exactly_the_registered_estimators() -> None:

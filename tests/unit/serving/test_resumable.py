@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rollwire.serving.config import ConfigError, RunConfig, load_config
@@ -70,3 +73,14 @@ def test_the_lists_name_settings_that_exist() -> None:
         for part in name.split("."):
             assert isinstance(value, dict) and part in value, name
             value = value[part]
+
+
+def test_the_page_lists_what_may_be_changed() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    for opening, ending, known in (
+        ("neither weights nor episodes", ";$", HARMLESS),
+        ("results by rounding alone", r"\. The run", ROUNDING),
+    ):
+        found = re.search(rf"^- what changes {opening}: (.*?){ending}", page, re.MULTILINE | re.DOTALL)
+        assert found is not None
+        assert [name.removesuffix(".*") for name in re.findall(r"`([^`]+)`", found[1])] == list(known)

@@ -79,7 +79,8 @@ def map_optimizer(conversion: Conversion, worker: str, target: str) -> None:
     if name == "linear" and steps > warmup + 1:
         # ROLL's last step still has a rate: it reaches 0 one step later.
         ratio = round(1 / (steps - warmup), _RATIO_DIGITS)
-        conversion.put(f"{target}.final_learning_rate_ratio", ratio, key)
+        note = "what ROLL's linear schedule leaves in the last of its steps, by their number and warm-up"
+        conversion.put(f"{target}.final_learning_rate_ratio", ratio, key, note=note)
 
 
 def map_learner(conversion: Conversion) -> None:

@@ -327,3 +327,8 @@ def test_the_linear_schedule_is_rolls(tmp_path: Path) -> None:
     total = 5 * 4
     rates = [learning_rate(step, total, optimizer) for step in range(total)]
     assert rates == pytest.approx([1e-6 * (1 - step / total) for step in range(total)], rel=1e-4)
+
+
+def test_a_value_that_is_computed_says_from_what(tmp_path: Path) -> None:
+    (line,) = [line for line in converted(tmp_path, {"max_steps": 5}).yaml.splitlines() if "final_learning" in line]
+    assert line.endswith("# what ROLL's linear schedule leaves in the last of its steps, by their number and warm-up")
