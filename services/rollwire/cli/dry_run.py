@@ -21,7 +21,7 @@ def processes(config: RunConfig) -> str:
     """Returns which processes a launched run starts."""
     ranks = config.learner.world_size
     names = [f"{kind} with {ranks} ranks" if kind == "learner" and ranks > 1 else kind for kind in KINDS]
-    return f"{', '.join(names)}: one process each{'' if ranks == 1 else ' and each rank'}"
+    return f"{', '.join(names)}: one process each{'' if ranks == 1 else ', one for each rank'}"
 
 
 def print_dry_run(console: Console, config: RunConfig, *, launch: bool, resumed: ResumedRun | None = None) -> None:
@@ -46,7 +46,7 @@ def print_dry_run(console: Console, config: RunConfig, *, launch: bool, resumed:
         place = Path(config.run.output_dir).absolute() / "runs" / config.run.name / "TIMESTAMP"
     if launch:
         lines = [shlex.join(child_command(kind, place)) for kind in KINDS]
-        console.print(f"Would start, beside this process: {processes(config)}")
+        _print(console, f"Would start, beside this process: {processes(config)}")
     else:
         services = config.services.model_dump()
         lines = [f"{kind}: {', '.join(services[kind]) or 'no address'}" for kind in KINDS]

@@ -18,7 +18,7 @@ def test_ranks_are_processes_too() -> None:
     assert processes(load_config(None)) == "environment, learner, rollout: one process each"
     assert (
         processes(load_config(None, ["learner.world_size=2"]))
-        == "environment, learner with 2 ranks, rollout: one process each and each rank"
+        == "environment, learner with 2 ranks, rollout: one process each, one for each rank"
     )
 
 
