@@ -102,6 +102,7 @@ async def run_training(
         children: Process ids of servers on this host by kind, for memory metrics.
 
     Raises:
+        ConfigError: An address of a server is missing.
         RunError: The run cannot go on; the text is for the user.
     """
     async with AsyncExitStack() as stack:

@@ -12,6 +12,7 @@ import pytest
 
 from rollwire.coordinator.errors import RunError
 from rollwire.rpc.errors import Reason, RollwireError, exhausted, invalid_field, precondition
+from rollwire.serving.config import ConfigError
 from rollwire.v1 import coordinator_pb2, trajectory_pb2, weights_pb2
 
 
@@ -321,10 +322,10 @@ async def test_an_unknown_tag_names_those_on_offer(world: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["environment", "rollout", "learner"])
 async def test_a_missing_address_names_the_key(world: Any, kind: str) -> None:
-    with pytest.raises(RunError, match=rf"services.{kind} is empty"):
+    with pytest.raises(ConfigError, match=rf"services.{kind} is empty"):
         await world.run(f"services.{kind}=[]")
 
 
 async def test_two_learners_are_refused(world: Any) -> None:
-    with pytest.raises(RunError, match=r"services.learner lists 2 addresses"):
+    with pytest.raises(ConfigError, match=r"services.learner lists 2 addresses"):
         await world.run("services.learner=[127.0.0.1:1,127.0.0.1:2]")
