@@ -51,7 +51,7 @@ def find_resumed(path: Path, arguments: Sequence[str] | None) -> ResumedRun:
         made = f"the run in {path} made all of its {before.run.max_steps} steps"
         if (schedule := fixed_schedule(before)) is not None:
             raise RunError(
-                f"{made}, for which {schedule} is laid out; start a new run with model.path=… what it exported"
+                f"{made}, for which {schedule} is laid out; start a new run from its export with model.path=…"
             )
         raise RunError(f"{made}; give a larger run.max_steps=… to go on, or start a new run")
     try:
