@@ -21,6 +21,7 @@ READY_TIMEOUT_S: Final = 120.0
 """Longest time to import and construct an environment."""
 
 _SEND_TIMEOUT_S: Final = 30.0
+_KILL_TIMEOUT_S: Final = 1.0
 _READ_BYTES: Final = 1 << 16
 _KEPT_OUTPUT_BYTES: Final = 2048
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -86,7 +87,8 @@ class ZygoteProcess:
     def kill(self) -> None:
         """Ends the process at once; its workers end with it."""
         self.signal_end()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may need longer, the event loop may not
+            self._process.wait(_KILL_TIMEOUT_S)
         self.control.close()
 
     def end(self, timeout_s: float) -> None:
