@@ -26,6 +26,7 @@ class PolicySessionsFake:
         self.calls: Counter[str] = Counter()
         self.records: dict[str, rollout_pb2.ClosePolicySessionResponse] = {}
         self.discarded: list[str] = []
+        self.idle_s: dict[str, float] = {}
         self.open_fault: Callable[[], None] = lambda: None
         self.close_fault: Callable[[], None] = lambda: None
         self.base_url = "http://127.0.0.1:1/v1"
@@ -89,5 +90,8 @@ class PolicySessionsFake:
     async def ListPolicySessions(
         self, request: rollout_pb2.ListPolicySessionsRequest, context: Any
     ) -> rollout_pb2.ListPolicySessionsResponse:
-        sessions = [rollout_pb2.PolicySession(session_id=name, calls=self.calls[name]) for name in self.sessions]
-        return rollout_pb2.ListPolicySessionsResponse(sessions=sessions)
+        answer = rollout_pb2.ListPolicySessionsResponse()
+        for name in self.sessions:
+            session = answer.sessions.add(session_id=name, calls=self.calls[name])
+            session.idle.FromNanoseconds(int(self.idle_s.get(name, 0.0) * 1e9))
+        return answer

@@ -125,7 +125,8 @@ async def open_agent_session(
         target: `host:port` of the coordinator, or a client of it.
         environment_tag: Tag of an entry of the run with `source: agent`.
         task_name: Name of a task that the agent chose itself; sessions of one name form groups. Empty to be given one.
-        lease_s: The session ends when no call came for so long; 1 to 3600.
+        lease_s: The session ends when no call came for so long, or for the run's `timeouts.group_s` if that is less;
+            1 to 3600.
         wait_s: Longest time to wait for an episode to play.
         lost_s: Longest time in which the coordinator cannot be reached.
 

@@ -15,6 +15,7 @@ from rollwire.rpc.ids import METRIC_PATTERN, REQUEST_ID_PATTERN
 from rollwire.v1 import coordinator_pb2
 
 DEFAULT_LEASE_S: Final = 600.0
+MIN_LEASE_S: Final = 1.0
 MAX_LEASE_S: Final = 3600.0
 MAX_METRICS: Final = 256
 MAX_CALLS: Final = 1024
@@ -36,8 +37,10 @@ def check_open(request: coordinator_pb2.OpenAgentSessionRequest) -> float:
     if not request.HasField("lease"):
         return DEFAULT_LEASE_S
     lease_s = request.lease.seconds + request.lease.nanos / 1e9
-    if not 1 <= lease_s <= MAX_LEASE_S:
-        raise invalid_field("lease", f"{lease_s:g} s", f"1 s to {MAX_LEASE_S:g} s, or unset for {DEFAULT_LEASE_S:g} s")
+    if not MIN_LEASE_S <= lease_s <= MAX_LEASE_S:
+        raise invalid_field(
+            "lease", f"{lease_s:g} s", f"{MIN_LEASE_S:g} s to {MAX_LEASE_S:g} s, or unset for {DEFAULT_LEASE_S:g} s"
+        )
     return lease_s
 
 

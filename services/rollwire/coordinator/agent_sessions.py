@@ -11,16 +11,18 @@ from typing import Any, Final
 from google.protobuf.struct_pb2 import Struct
 
 from rollwire.coordinator.agent_desk import AgentDesk, Offer, Place
-from rollwire.coordinator.agent_requests import check_close, check_open
+from rollwire.coordinator.agent_requests import MIN_LEASE_S, check_close, check_open
 from rollwire.coordinator.arrivals import Arrival
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.groups import Reason as FailureReason
+from rollwire.coordinator.groups import reason_name
 from rollwire.coordinator.intake import ProtocolError
 from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.policy_sessions import PolicySession, PolicySessions, is_lost
 from rollwire.coordinator.run_gate import RunGate
 from rollwire.coordinator.tasks import Pulse
 from rollwire.rpc.errors import Reason, RollwireError, exhausted, not_found, precondition
+from rollwire.serving.logs import get_logger
 from rollwire.v1 import coordinator_pb2, rollout_pb2, trajectory_pb2
 
 PLACE_WAIT_S: Final = 2.0
@@ -34,6 +36,7 @@ MAX_REMEMBERED: Final = 65_536
 """Ended sessions whose answer is remembered for repeats."""
 
 Answer = coordinator_pb2.CloseAgentSessionResponse | RollwireError
+_log = get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -62,6 +65,7 @@ class AgentSessions:
 
     Attributes:
         opened: Sessions opened so far.
+        settled_s: When the last episode got its result, in the event loop's time; None before.
         changed: Fires when a session or an offer changes.
         failure: What ends the run; None while all is well.
 
@@ -70,19 +74,28 @@ class AgentSessions:
         policy: Sessions on rollout servers.
         ledger: Where trajectories become durable.
         gate: Whether the run takes sessions.
+        longest_lease_s: A lease is cut to it, so that an agent that has died holds no group up for longer.
         on_episode: Called for every result.
     """
 
     def __init__(
-        self, desk: AgentDesk, policy: PolicySessions, ledger: Ledger, gate: RunGate, on_episode: Callable[[], None]
+        self,
+        desk: AgentDesk,
+        policy: PolicySessions,
+        ledger: Ledger,
+        gate: RunGate,
+        longest_lease_s: float,
+        on_episode: Callable[[], None],
     ) -> None:
         self.opened = 0
+        self.settled_s: float | None = None
         self.changed = Pulse()
         self.failure: RunError | None = None
         self._desk = desk
         self._policy = policy
         self._ledger = ledger
         self._gate = gate
+        self._longest_lease_s = max(longest_lease_s, MIN_LEASE_S)
         self._on_episode = on_episode
         self._sessions: dict[str, AgentSession] = {}
         self._opening: dict[str, asyncio.Task[coordinator_pb2.OpenAgentSessionResponse]] = {}
@@ -99,7 +112,7 @@ class AgentSessions:
         self, request: coordinator_pb2.OpenAgentSessionRequest, options: Struct
     ) -> coordinator_pb2.OpenAgentSessionResponse:
         """Opens a session, or returns the one that was opened for the same request. Raises `RollwireError`."""
-        lease_s = check_open(request)
+        lease_s = min(check_open(request), self._longest_lease_s)
         self._gate.check()
         opening = self._opening.get(request.request_id)
         if opening is None:
@@ -264,7 +277,7 @@ class AgentSessions:
         if session.policy.session_id not in self._sessions:
             message = "its group was given up"
         elif error.reason == Reason.UNKNOWN_SESSION:
-            message = f"its lease of {session.lease_s:g} s has ended"
+            message = f"its lease of {session.lease_s:g} s has ended without a call"
             self.lose(session, trajectory_pb2.FAILURE_REASON_AGENT_LOST, message, discard=False)
         elif is_lost(error):
             message = f"the rollout server at {target} was lost ({error.message})"
@@ -292,11 +305,20 @@ class AgentSessions:
         self._policy.release(session.policy)
 
     def _fail_episode(self, place: Place, reason: FailureReason.ValueType, message: str) -> None:
+        plan = place.offer.progress.plan
+        _log.warning(
+            "an agent's episode failed",
+            tag=plan.environment_tag,
+            group=plan.group_id,
+            episode=place.episode_index,
+            reason=reason_name(reason),
+            cause=message,
+        )
         place.offer.progress.fail_episode(place.episode_index, reason, message)
         self._after_episode(place)
 
     def _after_episode(self, place: Place) -> None:
-        place.offer.quiet_since_s = asyncio.get_running_loop().time()
+        self.settled_s = place.offer.quiet_since_s = asyncio.get_running_loop().time()
         self._on_episode()
         self.changed.fire()
 

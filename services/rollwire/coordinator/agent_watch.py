@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
+from rollwire.coordinator.agent_quiet import QuietNotice, QuietSession
 from rollwire.coordinator.agent_sessions import AgentSession, AgentSessions
 from rollwire.coordinator.budgets import Budgets
 from rollwire.coordinator.policy_sessions import PolicySessions, is_lost
@@ -23,23 +25,37 @@ class AgentWatch:
         policy: Asks rollout servers.
         pool: The rollout servers.
         budgets: Bounds of retries.
+        notice: Tells people about sessions in which nothing happens.
     """
 
-    def __init__(self, sessions: AgentSessions, policy: PolicySessions, pool: RolloutPool, budgets: Budgets) -> None:
+    def __init__(
+        self,
+        sessions: AgentSessions,
+        policy: PolicySessions,
+        pool: RolloutPool,
+        budgets: Budgets,
+        notice: Callable[[str], None],
+    ) -> None:
         self._sessions = sessions
         self._policy = policy
         self._pool = pool
         self._budgets = budgets
+        self._notice = notice
+        self._quiet = QuietNotice()
 
     async def run(self) -> None:
         """Watches until it is cancelled."""
         await self._sweep()
         while True:
             await asyncio.sleep(self._budgets.watch_s)
+            idle: list[QuietSession] = []
             for server in self._pool.servers:
                 sessions = [session for session in self._sessions.open_sessions if session.policy.server is server]
                 if sessions:
-                    await self._look(server, sessions)
+                    idle += await self._look(server, sessions)
+            text = self._quiet.look(asyncio.get_running_loop().time(), self._sessions.settled_s, idle)
+            if text:
+                self._notice(text)
 
     async def _sweep(self) -> None:
         """Ends the sessions of an earlier incarnation of the coordinator, which nobody can close any more."""
@@ -49,11 +65,11 @@ class AgentWatch:
             except RollwireError as error:
                 _log.info("old sessions not looked for", server=server.client.target, error=str(error))
                 continue
-            for session_id in left - {session.policy.session_id for session in self._sessions.open_sessions}:
+            for session_id in left.keys() - {session.policy.session_id for session in self._sessions.open_sessions}:
                 await self._policy.discard(server, session_id)
 
-    async def _look(self, server: RolloutServer, sessions: list[AgentSession]) -> None:
-        """Compares the sessions that the coordinator believes to be open on a server with those that are."""
+    async def _look(self, server: RolloutServer, sessions: list[AgentSession]) -> list[QuietSession]:
+        """Compares the sessions that the coordinator believes to be open with those that are; returns the latter."""
         loop = asyncio.get_running_loop()
         try:
             listed = await self._policy.listed(server)
@@ -63,7 +79,8 @@ class AgentWatch:
             if server.state is ServerState.GONE:
                 for session in self._still_open(sessions):
                     self._lose_server(session)
-            return
+            return []
+        found = []
         for session in self._still_open(sessions):
             age_s, limit_s = loop.time() - session.opened_s, session.place.offer.progress.plan.episode_timeout_s
             if session.policy.session_id not in listed:
@@ -75,6 +92,10 @@ class AgentWatch:
             elif age_s > limit_s:
                 message = f"it lasted longer than rollout.episode_timeout_s={limit_s:g} s"
                 self._sessions.lose(session, trajectory_pb2.FAILURE_REASON_DEADLINE_EXCEEDED, message, discard=True)
+            else:
+                tag = session.place.offer.progress.plan.environment_tag
+                found.append(QuietSession(tag, listed[session.policy.session_id], session.lease_s))
+        return found
 
     def _still_open(self, sessions: list[AgentSession]) -> list[AgentSession]:
         now_open = set(self._sessions.open_sessions)

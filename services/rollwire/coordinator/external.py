@@ -83,8 +83,8 @@ class External:
         staleness, timeout_s = config.max_staleness, config.timeouts.group_s
         fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
         policy, desk = PolicySessions(pool, fence, budgets), AgentDesk()
-        self._sessions = AgentSessions(desk, policy, ledger, self._gate, status.count_episode)
-        self._watch = AgentWatch(self._sessions, policy, pool, budgets)
+        self._sessions = AgentSessions(desk, policy, ledger, self._gate, timeout_s, status.count_episode)
+        self._watch = AgentWatch(self._sessions, policy, pool, budgets, status.notice)
         capacity = BUFFERED_STEPS * config.batch.groups_per_step * (staleness + 1)
         groups = PushedGroups(config.batch.episodes_per_group, capacity)
         self._submissions = Submissions(

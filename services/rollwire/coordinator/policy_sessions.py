@@ -114,10 +114,10 @@ class PolicySessions:
         except RollwireError as error:
             _log.info("session not discarded", session=session_id, error=str(error))
 
-    async def listed(self, server: RolloutServer) -> set[str]:
-        """Returns the identifiers of the run's sessions that a server has open. Raises `RollwireError`."""
+    async def listed(self, server: RolloutServer) -> dict[str, float]:
+        """Returns how many seconds each of the run's sessions on a server has been idle. Raises `RollwireError`."""
         answer = await server.client.list_policy_sessions(rollout_pb2.ListPolicySessionsRequest(fence=self._fence))
-        return {session.session_id for session in answer.sessions}
+        return {session.session_id: session.idle.ToNanoseconds() / 1e9 for session in answer.sessions}
 
     def release(self, session: PolicySession) -> None:
         """Takes back the room of a session that has ended."""

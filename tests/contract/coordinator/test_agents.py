@@ -225,6 +225,25 @@ async def test_an_agent_that_vanishes_is_found_by_its_lease(world: Any) -> None:
     assert_counts_add_up(world)
 
 
+async def test_an_agent_that_vanishes_holds_its_group_up_for_no_longer_than_group_s(world: Any) -> None:
+    async with running(world, "run.max_steps=1", "timeouts.group_s=7.5") as (_, agents):
+        await agents.open()
+        await agents.open(lease={"seconds": 3})
+        leases_s = [request.lease.ToNanoseconds() / 1e9 for request in world.rollout.opened]
+        assert leases_s == [7.5, 3.0], "the lease of 10 minutes is cut to timeouts.group_s"
+
+
+async def test_people_are_told_about_sessions_without_calls(world: Any) -> None:
+    async with running(world, "run.max_steps=1") as (_, agents):
+        quiet = await agents.open()
+        world.rollout.idle_s[quiet.session_id] = 31.0
+        await until(lambda: any("made no call" in text for text in world.notes.notices))
+    (text,) = [text for text in world.notes.notices if "made no call" in text]
+    assert text.startswith(
+        "1 session of Agent has made no call for 31 s; unless one comes, the first is given up in 0 s"
+    ), text
+
+
 async def test_a_session_lasts_no_longer_than_an_episode_may(world: Any) -> None:
     async with running(world, "run.max_steps=1", "rollout.episode_timeout_s=0.2") as (_, agents):
         slow = await agents.open()

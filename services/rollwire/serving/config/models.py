@@ -99,7 +99,8 @@ class TimeoutsSection(Section):
     """For a service to become ready."""
 
     group_s: Seconds = 1800.0
-    """For one group of episodes."""
+    """For one group of episodes. With `source: agent` or `pushed`: for the next session or group to come.
+    An agent's session without a call for so long has failed, even if its lease is longer."""
 
     train_s: Seconds = 3600.0
     """For one training step of the learner."""
