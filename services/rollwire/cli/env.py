@@ -71,11 +71,14 @@ def play(
     target: ServerTarget = None,
 ) -> None:
     """Play an episode: with arrow keys where the environment takes moves, else with typed answers."""
-    from rollwire.cli.env_play import play_episode
+    from rollwire.cli.env_failures import StackKeeper
+    from rollwire.cli.env_play import EnvironmentFailedError, play_episode
 
     _check_source(config, target)
     options = parse_options(option or ())
     configure_logging("env", level="ERROR")
+    stacks = StackKeeper()
+    stacks.install()
     local = load_config(config) if target is None else None
     seed = random.SystemRandom().randrange(10_000) if seed is None else seed
     with asyncio.Runner() as runner:
@@ -84,6 +87,8 @@ def play(
         try:
             with _reaching(client.target):
                 play_episode(runner, client, tag, seed, options)
+        except EnvironmentFailedError as error:
+            raise ServeError(stacks.explain(str(error), remote=target is not None)) from error
         finally:
             runner.run(stack.aclose())
 
@@ -152,7 +157,9 @@ async def _connect(stack: AsyncExitStack, config: RunConfig | None, target: str 
         from rollwire.environment.service import EnvironmentServer
         from rollwire.serving.server import Binding, serving
 
-        running = await stack.enter_async_context(serving(EnvironmentServer(config), Binding(), grace_s=1.0))
+        running = await stack.enter_async_context(
+            serving(EnvironmentServer(config, show_output=True), Binding(), grace_s=1.0)
+        )
         target = running.address
     assert target is not None, "without a target there is a configuration"
     return await stack.enter_async_context(EnvironmentClient(target))

@@ -36,6 +36,10 @@ _QUIT: Final = (b"q", b"\x03", b"\x04", b"")
 Answers = Callable[[], str | None]
 
 
+class EnvironmentFailedError(ServeError):
+    """The environment failed; the text is one line."""
+
+
 @dataclass
 class Game:
     """What the screen shows."""
@@ -67,7 +71,7 @@ def play_episode(
 
     Raises:
         RollwireError: The server refuses.
-        ServeError: The environment failed.
+        EnvironmentFailedError: The environment failed.
     """
     opened = runner.run(client.open_session(_request(tag, seed, options)))
     _raise_failure(tag, opened.failure)
@@ -170,7 +174,7 @@ def _answer(move: str) -> str:
 
 def _raise_failure(tag: str, failure: pb.EnvironmentFailure) -> None:
     if failure.kind:
-        raise ServeError(f"environment {tag} failed: {failure.type}: {failure.message}")
+        raise EnvironmentFailedError(f"environment {tag} failed: {failure.type}: {failure.message}")
 
 
 @contextmanager

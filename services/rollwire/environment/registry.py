@@ -64,18 +64,22 @@ class _Checked:
         return f"environment.definitions.{self.tag}"
 
 
-def load_registry(section: EnvironmentSection) -> Registry:
+def load_registry(section: EnvironmentSection, *, show_output: bool = False) -> Registry:
     """Registers the built-in environments and those of the configuration, constructing each one once to try it.
 
     Environments that run in processes of their own are constructed there, all at the same time. `Registry.close`, or
     the hosts that take them over, end these processes; otherwise they end with this one.
+
+    Args:
+        section: The configuration.
+        show_output: Write what environments in processes print to standard error, too.
 
     Raises:
         ServeError: A definition cannot be used.
     """
     definitions = {tag: EnvironmentDefinition(type=tag) for tag in BUILT_IN} | section.definitions
     checked = [_check(tag, definition) for tag, definition in definitions.items()]
-    setups = {item.tag: _setup(item) for item in checked if _isolation(item) == "process"}
+    setups = {item.tag: _setup(item, show_output=show_output) for item in checked if _isolation(item) == "process"}
     limits = {item.tag: _seat_limits(item) for item in checked if item.tag in setups}
     zygotes: dict[str, ZygoteProcess] = {}
     environments: dict[str, RegisteredEnvironment] = {}
@@ -126,10 +130,12 @@ def _isolation(item: _Checked) -> Literal["thread", "process"]:
     return "process" if declared == "process" else "thread"
 
 
-def _setup(item: _Checked) -> ProcessSetup:
+def _setup(item: _Checked, *, show_output: bool) -> ProcessSetup:
     definition = item.definition
     # Options as they were written: their values in the constructor's types need not fit into JSON.
-    return ProcessSetup(item.tag, definition.type, definition.options, definition.memory_mib, tuple(sys.path))
+    return ProcessSetup(
+        item.tag, definition.type, definition.options, definition.memory_mib, tuple(sys.path), show_output
+    )
 
 
 def _seat_limits(item: _Checked) -> SeatLimits:

@@ -37,18 +37,21 @@ class EnvironmentServer(pb_grpc.EnvironmentServiceServicer):
     full_name = "rollwire.v1.EnvironmentService"
     message_bytes = ENVIRONMENT_MESSAGE_BYTES
 
-    def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: RunConfig, clock: Callable[[], float] = time.monotonic, *, show_output: bool = False
+    ) -> None:
         """Loads the environments that the configuration defines.
 
         Args:
             config: The section `environment` is read.
             clock: Monotonic time in seconds, for leases.
+            show_output: Write what environments in processes of their own print to standard error, too.
 
         Raises:
             ServeError: A definition cannot be used.
         """
         section = config.environment
-        registry = load_registry(section)
+        registry = load_registry(section, show_output=show_output)
         self._isolated = {
             tag: IsolatedHost(registry.environments[tag], isolation, section.disable_after_failures)
             for tag, isolation in registry.isolations.items()

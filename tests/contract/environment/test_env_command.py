@@ -204,4 +204,23 @@ async def test_mistakes_are_one_line(arguments: list[str], says: str) -> None:
 async def test_an_environment_that_fails_ends_the_game(configuration: str) -> None:
     status, _, err = await rollwire("env", "play", "Mine", "--config", configuration, typed="raise\n")
     assert status == 1
-    assert err == "error: environment Mine failed: ZeroDivisionError: cannot divide <path> by zero\n"
+    first, *stack = err.splitlines()
+    assert first == "error: environment Mine failed: ZeroDivisionError: cannot divide <path> by zero"
+    assert stack[0] == "  Traceback (most recent call last):"
+    assert "troublesome.py" in err and "  ZeroDivisionError: " in err
+
+
+async def test_what_an_environment_prints_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("environment:\n  definitions:\n    Mine: {type: 'faulty:Faulty'}\n")
+    status, out, err = await rollwire("env", "play", "Mine", "--config", str(path), typed="abort\n")
+    assert status == 1
+    assert "about to abort" not in out
+    assert 0 <= err.index("about to abort") < err.index("error: environment Mine failed: Lost: its process was killed")
+
+
+async def test_a_failure_elsewhere_names_the_log(serve: Any) -> None:
+    async with serve() as client:
+        status, _, err = await rollwire("env", "play", "Troublesome", "--target", client.target, typed="raise\n")
+    assert status == 1
+    assert err.rstrip().endswith("by zero; the log of its server or provider has the stack trace")

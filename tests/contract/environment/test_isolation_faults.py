@@ -184,12 +184,21 @@ async def test_sessions_that_share_a_process_share_its_fate_and_count_once(serve
 async def test_the_log_holds_stack_traces_and_last_lines(
     serve: Any, opening: Opening, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    logged = ""
     async with serve(definitions=definitions()) as client:
         for action in ("raise", "flood and die"):
             opened = await client.open_session(opening("Faulty"))
             reply = await client.step(opened.session_id, 0, action)
             assert "secret" not in str(reply)
-    logged = "".join(capsys.readouterr())
+        opened = await client.open_session(opening("Faulty"))
+        await play(client, opened, 0, "flood")
+        assert (await client.step(opened.session_id, 1, "raise")).HasField("failure")
+        await client.close_session(opened.session_id)
+        async with asyncio.timeout(60):
+            while logged.count("the last line") < 2:  # of the process that died, and of the episode that failed
+                await asyncio.sleep(0.02)
+                logged += "".join(capsys.readouterr())
+    logged += "".join(capsys.readouterr())
     assert "secret.txt" in logged and "do_raise" in logged
     assert "its last words" in logged and "the last line" in logged
     assert len(logged) < 100_000

@@ -208,5 +208,6 @@ class IsolatedHost:
             played.set_result(response)
 
     def _failed(self, worker: Worker, found: pb.EnvironmentFailure) -> None:
+        worker.failed = True
         worker.retired = True  # what raised an error may have left anything behind
         self.health.failed(found)

@@ -42,15 +42,16 @@ class ZygoteProcess:
         """
         self._setup = setup
         self.control, theirs = socket.socketpair()
+        shown = [os.dup(2)] if setup.show_output else []
         threads = {name: os.environ.get(name, "1") for name in _ONE_THREAD}
         try:
             self._process = subprocess.Popen(  # noqa: S603 - arguments of our own
-                [*program("zygote", setup), str(theirs.fileno()), str(os.getpid())],
+                [*program("zygote", setup), str(theirs.fileno()), str(os.getpid()), *map(str, shown)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **threads, "PYTHONUNBUFFERED": "1"},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *shown),
                 start_new_session=True,
             )
         except OSError as error:
@@ -58,6 +59,8 @@ class ZygoteProcess:
             raise UnusableError(f"{setup.type} cannot have a process of its own: {error.strerror}") from error
         finally:
             theirs.close()
+            for descriptor in shown:
+                os.close(descriptor)
 
     @property
     def pid(self) -> int:

@@ -51,6 +51,7 @@ class Worker:
         sessions: Sessions that have a seat in it.
         served: Sessions that ever had.
         retired: It gets no further sessions.
+        failed: An episode in it failed.
         closing: It was told to end.
         tasks: Its start, while that is going on.
     """
@@ -60,6 +61,7 @@ class Worker:
     sessions: int = 0
     served: int = 0
     retired: bool = False
+    failed: bool = False
     closing: bool = False
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -169,7 +171,9 @@ class WorkerPool:
         worker.connection.lose(found)
         if self._closed:
             return
-        log = _log.debug if worker.closing else _log.warning
+        # What an environment printed before it failed is for its author; its stack trace is in the log already.
+        expected = _log.info if worker.failed and ended.output else _log.debug
+        log = expected if worker.closing else _log.warning
         log(
             "an environment's process ended",
             environment_tag=self._tag,

@@ -25,6 +25,7 @@ class ProcessSetup:
         options: Options of the configuration, as JSON holds them.
         memory_mib: Most memory of one process; 0 is unlimited.
         search_path: Where modules are found.
+        show_output: What workers print goes to the server's standard error, too.
     """
 
     tag: str
@@ -32,6 +33,7 @@ class ProcessSetup:
     options: Mapping[str, Any]
     memory_mib: int
     search_path: tuple[str, ...]
+    show_output: bool = False
 
     def to_json(self) -> bytes:
         """Returns it as JSON."""

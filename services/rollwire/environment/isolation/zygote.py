@@ -1,6 +1,7 @@
 """A zygote: imports the environment of one tag once, then forks workers from it. A program of its own.
 
-Arguments: descriptor of the connection to the server, process id of the server. After an environment was constructed
+Arguments: descriptor of the connection to the server, process id of the server, and, if what workers print is to be
+shown, a descriptor to write it to. After an environment was constructed
 to try it, nothing of the environment runs here any more: a zygote only forks, kills and reaps, and keeps the last lines
 that its workers print. It ends with the server, and all its descendants end with it.
 """
@@ -59,8 +60,9 @@ class _Child:
 class Zygote:
     """Forks, kills and reaps the workers of one tag."""
 
-    def __init__(self, control: socket.socket, setup: ProcessSetup, prepared: Prepared) -> None:
+    def __init__(self, control: socket.socket, setup: ProcessSetup, prepared: Prepared, shown: int | None) -> None:
         self._control = control
+        self._shown = shown
         self._setup = setup
         self._prepared = prepared
         self._frames = FrameReader()
@@ -99,6 +101,8 @@ class Zygote:
             while children() and time.monotonic() < deadline:
                 kill_strays(())
                 time.sleep(_SWEEP_S)
+        for child in self._children.values():
+            self._read_rest(child)
         os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
@@ -149,6 +153,8 @@ class Zygote:
                 os.close(descriptor)
             for child in self._children.values():
                 os.close(child.output)
+            if self._shown is not None:
+                os.close(self._shown)
             os.dup2(write_end, 1)
             os.dup2(write_end, 2)
             os.close(write_end)
@@ -180,7 +186,15 @@ class Zygote:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(child.output)
         child.kept = (child.kept + data)[-_KEPT_OUTPUT_BYTES:]
+        if self._shown is not None:
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                os.write(self._shown, data)
         return len(data)
+
+    def _read_rest(self, child: _Child) -> None:
+        read = 0
+        while read < _LAST_OUTPUT_BYTES and (count := self._read_output(child)):
+            read += count
 
     def _reap(self) -> None:
         for child in [child for child in self._children.values() if has_ended(child.pid)]:
@@ -191,9 +205,7 @@ class Zygote:
 
     def _forget(self, child: _Child, how: str) -> None:
         del self._children[child.worker]
-        read = 0
-        while read < _LAST_OUTPUT_BYTES and (count := self._read_output(child)):
-            read += count
+        self._read_rest(child)
         with contextlib.suppress(KeyError):
             self._selector.unregister(child.output)
         os.close(child.output)
@@ -217,6 +229,9 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[2]))
     become_subreaper()
+    shown = int(sys.argv[3]) if len(sys.argv) > 3 else None
+    if shown is not None:
+        os.set_inheritable(shown, False)
     setup = _receive_setup(control)
     try:
         prepared = prepare(setup)
@@ -236,7 +251,7 @@ def main() -> None:
         os.dup2(nowhere, stream)
     gc.collect()
     gc.freeze()  # a collection in a worker would otherwise copy the pages that it shares with the zygote
-    zygote = Zygote(control, setup, prepared)
+    zygote = Zygote(control, setup, prepared, shown)
     try:
         zygote.run()
     finally:
