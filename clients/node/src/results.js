@@ -21,6 +21,14 @@ export function failureOf(error) {
   return { kind, type: type.slice(0, 128), message: text.slice(0, MAX_FAILURE_CHARACTERS) };
 }
 
+/** As failureOf; prints the stack trace for the environment's author, too. */
+export function reportedFailure(error) {
+  const found = failureOf(error);
+  const what = error instanceof InvalidResult || error instanceof TurnTimeout ? found.message : (error?.stack ?? error);
+  console.error(`rollwire: an environment failed: ${what}`);
+  return found;
+}
+
 /** Checks what `reset` returned: [observation, info]. */
 export function startResponse(reply, maxTurns) {
   if (!Array.isArray(reply) || reply.length !== 2) throw new InvalidResult('reset returned no [observation, info]');

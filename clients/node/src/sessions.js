@@ -4,7 +4,7 @@
 import { randomBytes } from 'node:crypto';
 import grpc from '@grpc/grpc-js';
 import { durationMs, fromStruct } from './contract.js';
-import { TurnTimeout, drawing, failureOf, startResponse, stepResponse } from './results.js';
+import { TurnTimeout, drawing, failureOf, reportedFailure, startResponse, stepResponse } from './results.js';
 
 const { status } = grpc;
 
@@ -87,7 +87,7 @@ export class Sessions {
     try {
       environment = factory(options);
     } catch (error) {
-      if (Object.keys(options).length === 0) return { failure: failureOf(error) };
+      if (Object.keys(options).length === 0) return { failure: reportedFailure(error) };
       const message = `the environment refuses the options: ${failureOf(error).message}`;
       throw new Refusal(status.INVALID_ARGUMENT, 'INVALID_FIELD', message);
     }
@@ -99,7 +99,7 @@ export class Sessions {
       this.byId.set(id, { environment, requestId: request.request_id, turns: 0, maxTurns, ended: false, last: null });
       return { ...response, session_id: id };
     } catch (error) {
-      return { failure: failureOf(error) };
+      return { failure: reportedFailure(error) };
     }
   }
 
@@ -126,7 +126,7 @@ export class Sessions {
       return response;
     } catch (error) {
       session.ended = true;
-      return { failure: failureOf(error) };
+      return { failure: reportedFailure(error) };
     }
   }
 
@@ -138,7 +138,7 @@ export class Sessions {
     try {
       return drawing(await within(timeoutMs, () => environment.renderText()));
     } catch (error) {
-      throw new Refusal(status.FAILED_PRECONDITION, 'RENDER_UNSUPPORTED', failureOf(error).message);
+      throw new Refusal(status.FAILED_PRECONDITION, 'RENDER_UNSUPPORTED', reportedFailure(error).message);
     }
   }
 
@@ -154,7 +154,7 @@ export class Sessions {
       this.openings.delete(session.requestId);
       Promise.resolve(session.last)
         .then(() => session.environment.close?.())
-        .catch((error) => console.error(`rollwire: an environment failed to close: ${failureOf(error).message}`));
+        .catch((error) => console.error(`rollwire: an environment failed to close: ${error?.stack ?? error}`));
     }
     return {};
   }

@@ -39,7 +39,8 @@ def serve_environment(
 ) -> None:
     """Serves environments until SIGTERM or Ctrl-C; the main function of a provider's program.
 
-    The first signal lets running sessions end, a second one ends the process at once.
+    The first signal lets running sessions end, a second one ends the process at once. Lines on standard error say when
+    it attaches and when it cannot, unless the program configures Python's logging (`rollwire.provider`) by itself.
 
     Args:
         target: `host:port` of an environment server (`rollwire serve environment`).
@@ -58,6 +59,7 @@ def serve_environment(
         RollwireError: The same from the server, in any other thread.
         ValueError: The same from the arguments, in any other thread.
     """
+    _show_log()
     serving = serve_environment_async(
         target,
         environments,
@@ -117,6 +119,15 @@ async def serve_environment_async(
             if error.code is grpc.StatusCode.UNIMPLEMENTED:
                 error.message = f"the server at {target} takes no providers; is it a Rollwire environment server?"
             raise
+
+
+def _show_log() -> None:
+    """Writes this client's log to standard error where the program has not said where it goes."""
+    if not _log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("rollwire: %(message)s"))
+        _log.addHandler(handler)
+        _log.setLevel(logging.INFO)
 
 
 def _check(target: str, environments: Factories, capacity: int, give_up_after_s: float, drain_timeout_s: float) -> None:

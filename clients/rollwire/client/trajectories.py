@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
 from rollwire.rpc.ids import new_id
@@ -69,12 +70,15 @@ class TrajectoryBuilder:
             observation: What the environment showed; estimators that compare turns need it.
 
         Raises:
-            ValueError: Nothing was drawn, or the generation was aborted.
+            ValueError: Nothing was drawn, the generation was aborted, or the reward or a metric is not finite.
         """
         if not any(piece.token_ids for piece in pieces):
             raise ValueError("pieces hold no tokens; a turn needs a response")
         if pieces[-1].stop_reason == trajectory_pb2.STOP_REASON_ABORTED:
             raise ValueError("the generation was aborted, as by a weight update; generate the turn again")
+        _check_finite("reward", reward)
+        for name, value in (metrics or {}).items():
+            _check_finite(f"metrics[{name!r}]", value)
         trajectory, known = self._trajectory, len(self.token_ids)
         if not trajectory.sequences or list(prompt_ids[:known]) != self.token_ids:
             trajectory.sequences.add()
@@ -107,10 +111,12 @@ class TrajectoryBuilder:
             metrics: Metrics of the episode; `success` is shown as success rate.
 
         Raises:
-            ValueError: It has no turn.
+            ValueError: It has no turn, or a metric is not finite.
         """
         if not self._trajectory.turns:
             raise ValueError("the episode has no turn; add one with add_turn")
+        for name, value in (metrics or {}).items():
+            _check_finite(f"metrics[{name!r}]", value)
         found = trajectory_pb2.Trajectory()
         found.CopyFrom(self._trajectory)
         found.score = sum(turn.reward for turn in found.turns)
@@ -118,6 +124,13 @@ class TrajectoryBuilder:
         ended = found.turns[-1].terminated
         found.end = trajectory_pb2.EPISODE_END_TERMINATED if ended else trajectory_pb2.EPISODE_END_TRUNCATED
         return found
+
+
+def _check_finite(what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(
+            f"{what} is {value}; allowed: a finite number. Leave out episodes that failed: do not submit them"
+        )
 
 
 def _add_piece(sequence: trajectory_pb2.TokenSequence, piece: rollout_pb2.GenerateResponse) -> None:

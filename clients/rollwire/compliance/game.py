@@ -79,7 +79,8 @@ async def play(
         repeats: How often each call is made; all answers to it must be the same.
     """
     opened = [await calls.open_session(request) for _ in range(repeats)]
-    assert all(one == opened[0] for one in opened), "an opening that comes again is answered as before"
+    for one in opened:
+        assert one == opened[0], "an opening that comes again is answered as before"
     start = opened[0]
     check_start(start)
     observations, rewards, metrics, ended = [start.observation], [], [], False
@@ -87,7 +88,8 @@ async def play(
         action = actions[turn % len(actions)]
         replies = [await calls.step(start.session_id, turn, action) for _ in range(repeats)]
         reply = replies[0]
-        assert all(one == reply for one in replies), "a turn that comes again is answered as before"
+        for one in replies:
+            assert one == reply, f"turn {turn}, which comes again, is answered as before"
         check_reply(reply)
         observations.append(reply.observation)
         rewards.append(reply.reward)

@@ -38,7 +38,7 @@ async def test_the_program_of_ten_lines(tmp_path: Path) -> None:
     ):
         (tmp_path / "serve_guess.py").write_text(program.replace("127.0.0.1:7001", running.address))
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "serve_guess.py", cwd=tmp_path, env=environment(tmp_path)
+            sys.executable, "serve_guess.py", cwd=tmp_path, env=environment(tmp_path), stderr=asyncio.subprocess.PIPE
         )
         try:
             await offered(client, "GuessOutside")
@@ -50,7 +50,9 @@ async def test_the_program_of_ten_lines(tmp_path: Path) -> None:
             assert (first.observation, first.reward) == ("found", 1.0)
             await client.close_session(start.session_id)
             process.terminate()
-            assert await asyncio.wait_for(process.wait(), 60) == 0
+            _, said = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == 0
+            assert said.decode().splitlines()[0] == f"rollwire: attached to {running.address}"
         finally:
             if process.returncode is None:
                 process.kill()

@@ -80,3 +80,16 @@ def test_what_cannot_be_a_turn() -> None:
         episode.add_turn([1], [piece([])], reward=0.0)
     with pytest.raises(ValueError, match="generate the turn again"):
         episode.add_turn([1], [piece([2], stop=trajectory_pb2.STOP_REASON_ABORTED)], reward=0.0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(value: float) -> None:
+    episode = builder()
+    with pytest.raises(ValueError, match=f"reward is {value}; allowed: a finite number"):
+        episode.add_turn([1], [piece([3])], reward=value)
+    with pytest.raises(ValueError, match=rf"metrics\['far'\] is {value}; allowed"):
+        episode.add_turn([1], [piece([3])], reward=0.0, metrics={"far": value})
+    assert episode.token_ids == []
+    episode.add_turn([1], [piece([3])], reward=0.0)
+    with pytest.raises(ValueError, match=rf"metrics\['success'\] is {value}; allowed"):
+        episode.build({"success": value})
