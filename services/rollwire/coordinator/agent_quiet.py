@@ -51,8 +51,8 @@ class QuietNotice:
             next_s = max(0.0, min(session.lease_s - session.idle_s for session in own))
             have = "has" if len(own) == 1 else "have"
             parts.append(
-                f"{counted(len(own), 'session')} of {tag} {have} made no call for {idle_s:.0f} s; unless one comes, the "
-                f"first is given up in {next_s:.0f} s and its episode offered again"
+                f"{counted(len(own), 'session')} of {tag} {have} made no call for {idle_s:.0f} s; unless one comes, "
+                f"the first is given up in {next_s:.0f} s and its episode offered again"
             )
         if parts:
             self._told_s = now_s

@@ -22,6 +22,7 @@ from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.ledger_schema import RunRecord
 from rollwire.coordinator.logged import read_logged
 from rollwire.coordinator.loop import StepLoop
+from rollwire.coordinator.option_check import check_options
 from rollwire.coordinator.peers import Peers
 from rollwire.coordinator.preflight import check_fit
 from rollwire.coordinator.provider_wait import wait_for_tags
@@ -117,6 +118,7 @@ async def run_training(
         await wait_for_tags(config, peers, status)
         found = await peers.describe()
         check_fit(config, found)
+        await check_options(config, peers.environments)
         if found.learner.version.step and journal is None:
             status.notice(f"the learner is at {version_text(found.learner.version)}; the run goes on from there")
         budgets = budgets or Budgets()

@@ -20,7 +20,7 @@ from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
 from rollwire.coordinator.run_dir import RunDir, create_run_dir
 from rollwire.coordinator.status import RunStatus
 from rollwire.rpc.digests import samples_digest
-from rollwire.rpc.errors import Reason, RollwireError, exhausted, precondition
+from rollwire.rpc.errors import Reason, RollwireError, exhausted, invalid_field, precondition
 from rollwire.serving.config import RunConfig, load_config
 from rollwire.serving.server import Binding, Readiness, serving
 from rollwire.v1 import (
@@ -83,6 +83,11 @@ class FakeEnvironment(FakeService, environment_pb2_grpc.EnvironmentServiceServic
     async def ListEnvironments(self, request: Any, context: Any) -> environment_pb2.ListEnvironmentsResponse:
         tags = [environment_pb2.EnvironmentDescription(tag=tag, max_turns=1) for tag in ("FrozenLake", "Sokoban")]
         return environment_pb2.ListEnvironmentsResponse(environments=tags, session_capacity=64)
+
+    async def OpenSession(self, request: Any, context: Any) -> environment_pb2.OpenSessionResponse:
+        for name, value in request.options.items():
+            raise invalid_field(f"options.{name}", int(value), "nothing")
+        return environment_pb2.OpenSessionResponse()
 
 
 class FakeLearner(FakeService, learner_pb2_grpc.LearnerServiceServicer):
