@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.peers import Descriptions
+from rollwire.coordinator.wording import did_you_mean
 from rollwire.serving.config import ConfigError, RunConfig
 from rollwire.v1 import environment_pb2, learner_pb2, rollout_pb2
 
@@ -47,9 +48,9 @@ def _check_environments(config: RunConfig, target: str, catalogue: environment_p
     for entry in config.environments:
         if entry.source == "environment" and entry.tag not in offered:
             raise RunError(
-                f"environments names the tag {entry.tag!r}, which the environment server at {target} does not offer; "
-                f"it offers {', '.join(offered)}. Define further tags under environment.definitions, or start a "
-                "provider that serves it"
+                f"environments names the tag {entry.tag!r}, which the environment server at {target} does not offer"
+                f"{did_you_mean(entry.tag, offered)}; it offers {', '.join(offered)}. Define further tags under "
+                "environment.definitions, or start a provider that serves it"
             )
 
 

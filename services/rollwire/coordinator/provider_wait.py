@@ -9,6 +9,7 @@ from typing import Final
 from rollwire.client.environment import EnvironmentClient
 from rollwire.coordinator.peers import Peers
 from rollwire.coordinator.status import RunStatus
+from rollwire.coordinator.wording import did_you_mean
 from rollwire.rpc.errors import RollwireError
 from rollwire.serving.config import RunConfig
 
@@ -43,7 +44,10 @@ async def wait_for_tags(config: RunConfig, peers: Peers, status: RunStatus) -> N
 
 
 async def _missing(clients: list[EnvironmentClient], wanted: set[str]) -> dict[str, list[str]]:
-    """Returns what each server lacks; a server that does not answer is not asked to: preflight says so."""
+    """Returns what each server lacks, with what may have been meant.
+
+    A server that does not answer is not asked to: preflight says so.
+    """
     found = {}
     for client in clients:
         try:
@@ -51,5 +55,6 @@ async def _missing(clients: list[EnvironmentClient], wanted: set[str]) -> dict[s
         except RollwireError:
             continue
         if lacking := wanted - {entry.tag for entry in listed.environments}:
-            found[client.target] = sorted(lacking)
+            offered = sorted(entry.tag for entry in listed.environments)
+            found[client.target] = [tag + did_you_mean(tag, offered) for tag in sorted(lacking)]
     return found

@@ -43,11 +43,11 @@ class Late:
         return "", 0.0, True, False, {}
 
 
-def configured(target: str, ready_s: float) -> RunConfig:
+def configured(target: str, ready_s: float, tag: str = "Late") -> RunConfig:
     return RunConfig.model_validate(
         {
             "services": {"environment": [target], "rollout": ["127.0.0.1:1"], "learner": ["127.0.0.1:1"]},
-            "environments": [{"tag": "Late"}, {"tag": "FrozenLake"}],
+            "environments": [{"tag": tag}, {"tag": "FrozenLake"}],
             "timeouts": {"ready_s": ready_s},
         }
     )
@@ -81,3 +81,13 @@ async def test_no_provider_comes() -> None:
         async with Peers(config) as peers, asyncio.timeout(60):
             await wait_for_tags(config, peers, RunStatus("run", 1, observer))
     assert len(observer.notices) == 1
+
+
+async def test_a_misspelt_tag_is_told_at_once() -> None:
+    async with serving(EnvironmentServer(RunConfig()), Binding(), grace_s=1) as running:
+        config = configured(running.address, 0.2, "frozenLkae")
+        observer = Observer()
+        async with Peers(config) as peers, asyncio.timeout(60):
+            await wait_for_tags(config, peers, RunStatus("run", 1, observer))
+    (notice,) = observer.notices
+    assert "does not offer frozenLkae (did you mean FrozenLake?) yet: waiting" in notice
