@@ -19,6 +19,7 @@ from rollwire.cli.resume import ResumedRun, find_resumed, how_to_resume
 from rollwire.cli.summary import print_summary
 from rollwire.coordinator.errors import ResumeError, RunError
 from rollwire.coordinator.launcher import LocalLauncher
+from rollwire.coordinator.own_port import check_port
 from rollwire.coordinator.peers import check_addresses
 from rollwire.coordinator.preflight import check_launch
 from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
@@ -66,6 +67,7 @@ def _command(arguments: Sequence[str] | None, *, dry_run: bool, launch: bool, re
         return
     if not launch:
         check_addresses(config)
+    check_port(config)
     run_dir = resumed.run_dir if resumed is not None else create_run_dir(config, datetime.now().astimezone())
     console.print(f"run directory  {run_dir.path}", markup=False, highlight=False, soft_wrap=True)
     with sole_coordinator(run_dir):

@@ -23,6 +23,7 @@ from rollwire.coordinator.ledger_schema import RunRecord
 from rollwire.coordinator.logged import read_logged
 from rollwire.coordinator.loop import StepLoop
 from rollwire.coordinator.option_check import check_options
+from rollwire.coordinator.own_port import port_error
 from rollwire.coordinator.peers import Peers
 from rollwire.coordinator.preflight import check_fit
 from rollwire.coordinator.provider_wait import wait_for_tags
@@ -195,10 +196,7 @@ async def _serve(
     try:
         running = await stack.enter_async_context(serving(service, binding, grace_s=STATUS_GRACE_S))
     except ServeError as error:
-        raise RunError(
-            f"the coordinator cannot listen on coordinator.host={place.host}, coordinator.port={place.port}: the port "
-            "is in use or the address is not local; choose another one, or port 0 for a free one"
-        ) from error
+        raise port_error(config) from error
     stack.callback(run_dir.address_file.unlink, missing_ok=True)
     outside = sorted({entry.source for entry in config.environments} - {"environment"})
     if outside:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sqlite3
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -150,4 +151,12 @@ async def test_a_run_that_never_began_says_that_its_directory_is_gone(world: Any
     assert status == 1 and "rollout.max_episode_tokens is 9999, but" in errors
     assert output.splitlines()[0].startswith("run directory  ")
     assert output.splitlines()[-1] == "the run directory was removed: the run ended before it recorded anything"
+    assert not (world.directory / "out" / "runs").exists()
+
+
+async def test_a_port_in_use_is_told_before_anything_is_started(world: Any, rollwire: Rollwire) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = f"coordinator.port={other.getsockname()[1]}"
+        status, output, errors = await finish(await rollwire("train", write_config(world), port))
+    assert (status, output) == (1, "") and f"{port} (Address already in use)" in errors and errors.count("\n") == 1
     assert not (world.directory / "out" / "runs").exists()

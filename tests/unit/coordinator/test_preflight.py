@@ -51,7 +51,7 @@ def test_servers_that_fit_pass() -> None:
 
 Spoil = Callable[[Descriptions], object]
 SPOILS: dict[str, Spoil] = {
-    r"which the environment server at h:1 does not offer \(did you mean FrozenLakeThink\?\); it offers FrozenLakeT": lambda found: (
+    r"at h:1 does not offer \(did you mean FrozenLakeThink\?\); it offers FrozenLakeThink": lambda found: (
         found.environments[0].environments.pop(0)
     ),
     "at h:3 has a Llama, the learner at h:4 a Qwen2ForCausalLM": lambda found: setattr(
