@@ -206,7 +206,10 @@ function tooLarge(reply, bytes) {
 
 /** Makes one environment to try it, and describes it. */
 function describe(tag, factory) {
-  if (!TAG.test(tag) || tag.includes('..')) throw new Error(`the tag is ${tag}; allowed: ${TAG.source} without '..'`);
+  if (!TAG.test(tag) || tag.includes('..')) {
+    const rule = "1 to 63 letters, digits, '_', '.' and '-', first a letter or digit, without '..'";
+    throw new Error(`the tag is ${tag}; allowed: ${rule}`);
+  }
   if (typeof factory !== 'function') throw new Error(`environment ${tag} is no function that makes an environment`);
   const sample = factory({});
   for (const method of ['reset', 'step']) {

@@ -17,7 +17,7 @@ from rollwire.client.description import describe
 from rollwire.client.options import constructor_parameters, integral, json_values
 from rollwire.client.results import InvalidResultError, failure_of, start_response, step_response
 from rollwire.rpc.errors import Reason, RollwireError, invalid_field
-from rollwire.rpc.ids import TAG_PATTERN, is_tag
+from rollwire.rpc.ids import TAG_RULE, is_tag
 from rollwire.v1 import environment_pb2 as pb
 
 
@@ -47,7 +47,8 @@ class ProvidedEnvironment:
         except (TypeError, ValueError) as error:
             if not options:
                 raise
-            message = f"the environment refuses the options {dict(options)!r:.200}: {failure_of(error).message}"
+            reason = failure_of(error).message
+            message = f"the environment refuses the options: {reason}; they were {dict(options)!r:.200}"
             raise RollwireError(
                 grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID_FIELD, message, fields={"options": message}
             ) from error
@@ -82,7 +83,7 @@ def provided_environment(tag: str, factory: Callable[..., Any], max_turns: int |
         ValueError: It cannot be served; the text is one line for the user.
     """
     if not is_tag(tag):
-        raise ValueError(f"the tag is {tag!r}; allowed: {TAG_PATTERN.pattern} without '..'")
+        raise ValueError(f"the tag is {tag!r}; allowed: {TAG_RULE}")
     if not callable(factory):
         raise ValueError(f"environment {tag} is {factory!r:.100}; allowed: a class, or a function that returns one")
     try:

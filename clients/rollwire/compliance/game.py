@@ -79,8 +79,8 @@ async def play(
         repeats: How often each call is made; all answers to it must be the same.
     """
     opened = [await calls.open_session(request) for _ in range(repeats)]
-    for one in opened:
-        assert one == opened[0], "an opening that comes again is answered as before"
+    for other in opened:
+        assert other == opened[0], "an opening that comes again is answered as before"
     start = opened[0]
     check_start(start)
     observations, rewards, metrics, ended = [start.observation], [], [], False

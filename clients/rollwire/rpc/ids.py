@@ -9,8 +9,19 @@ from typing import Final
 NAME_PATTERN: Final = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
 """Runs, groups, lineages and export names: safe as a file name; `..` is refused as well."""
 
+NAME_RULE: Final = (
+    "1 to 63 lower-case letters, digits, '_', '.' and '-', first a letter or digit, without '..' "
+    f"({NAME_PATTERN.pattern})"
+)
+"""The same, in words for errors."""
+
 TAG_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
-"""Environment tags."""
+"""Environment tags; `..` is refused as well."""
+
+TAG_RULE: Final = (
+    f"1 to 63 letters, digits, '_', '.' and '-', first a letter or digit, without '..' ({TAG_PATTERN.pattern})"
+)
+"""The same, in words for errors."""
 
 METRIC_PATTERN: Final = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 """Metric names."""

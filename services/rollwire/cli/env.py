@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import grpc
 import typer
@@ -28,6 +28,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+_PIPED_COLUMNS: Final = 10_000
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="Configuration with further environments; default: the built-in ones.")
@@ -52,6 +54,8 @@ def list_command(config: ConfigFile = None, target: ServerTarget = None) -> None
         registry.close()
         listed = pb.ListEnvironmentsResponse(environments=[item.description for item in registry.environments.values()])
     console = Console()
+    if not console.is_terminal:  # whoever reads it next wants whole lines
+        console.width = _PIPED_COLUMNS
     console.print(catalogue(listed.environments))
     if target is None:
         console.print(types())

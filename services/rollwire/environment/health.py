@@ -35,7 +35,7 @@ class TagHealth:
             raise precondition(
                 Reason.ENVIRONMENT_DISABLED,
                 f"environment {self._tag} is disabled: {self._failures_in_a_row} episodes in a row failed, the last "
-                f"one with {self._last_failure}; mend it and restart the environment server",
+                f"one with {self._last_failure}; it stays so until the environment server restarts",
                 environment_tag=self._tag,
             )
 

@@ -19,7 +19,7 @@ def bad_option(error: OptionError) -> RollwireError:
 
 def refused_options(options: Mapping[str, Any], reason: str) -> RollwireError:
     """The constructor refuses options of the request, together or one of them."""
-    message = f"the environment refuses the options {dict(options)!r:.200}: {reason}"
+    message = f"the environment refuses the options: {reason}; they were {dict(options)!r:.200}"
     return RollwireError(
         grpc.StatusCode.INVALID_ARGUMENT,
         Reason.INVALID_FIELD,

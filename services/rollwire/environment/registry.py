@@ -20,7 +20,7 @@ from rollwire.environment.options import OptionError, OptionSchema
 from rollwire.environment.registered import RegisteredEnvironment
 from rollwire.environment.samples import UnusableError, describe_sample
 from rollwire.environment.types import BUILT_IN, Factory, UnknownTypeError, resolve
-from rollwire.rpc.ids import TAG_PATTERN, is_tag
+from rollwire.rpc.ids import TAG_RULE, is_tag
 from rollwire.serving.config.sections import EnvironmentDefinition, EnvironmentSection
 from rollwire.serving.logs import get_logger
 from rollwire.serving.server import ServeError
@@ -101,7 +101,7 @@ def load_registry(section: EnvironmentSection, *, show_output: bool = False) -> 
 def _check(tag: str, definition: EnvironmentDefinition) -> _Checked:
     where = f"environment.definitions.{tag}"
     if not is_tag(tag):
-        raise ServeError(f"environment.definitions holds the tag {tag!r}; allowed: {TAG_PATTERN.pattern} without '..'")
+        raise ServeError(f"environment.definitions holds the tag {tag!r}; allowed: {TAG_RULE}")
     if definition.type not in BUILT_IN:
         _log.info("loading an environment", environment_tag=tag, type=definition.type)
     try:

@@ -42,5 +42,5 @@ def describe_sample(
         raise UnusableError(f"{type_name} breaks the rules of an environment: {error}") from error
     except Exception as error:
         raise UnusableError(
-            f"{type_name} cannot be constructed with options {dict(options)}: {one_line(error)}"
+            f"{type_name} cannot be constructed: {one_line(error)}; its options were {dict(options)!r:.200}"
         ) from error

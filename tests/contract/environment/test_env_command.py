@@ -18,7 +18,7 @@ PLUGINS = str(Path(__file__).parent / "plugins")
 
 
 def environment() -> dict[str, str]:
-    found = {**os.environ, "COLUMNS": "120", "TERM": "xterm-256color"}
+    found = {"COLUMNS": "120", **os.environ, "TERM": "xterm-256color"}
     found["PYTHONPATH"] = os.pathsep.join([PLUGINS, *filter(None, [os.environ.get("PYTHONPATH")])])
     return found
 
@@ -94,6 +94,13 @@ async def test_list_shows_built_in_environments_with_options() -> None:
         "dataset (required)",
     ):
         assert text in out
+
+
+async def test_list_is_not_folded_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    status, out, _ = await rollwire("env", "list")
+    assert status == 0
+    assert "A lake crossed in turns; the map and the slips follow from the seed given to `reset`." in out
 
 
 async def test_list_shows_environments_of_a_configuration(configuration: str) -> None:

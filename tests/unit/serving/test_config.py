@@ -59,7 +59,7 @@ def test_an_unknown_key_names_the_nearest(override: str, near: str) -> None:
         (["environments=[]"], ["at least one entry"]),
         (["environments=[{tag: A},{tag: A}]"], ["twice"]),
         (["services.rollout=[localhost]"], ["'localhost'", "host:port"]),
-        (["run.name=../x"], ["run.name is '../x'"]),
+        (["run.name=../x"], ["run.name is '../x'", "lower-case letters, digits"]),
         (["nonsense"], ["key.path=value"]),
         (["run.name=${foo}"], ["interpolation", "foo"]),
         (["device=tpu"], ["device is 'tpu'", "'cpu', 'cuda' or 'npu'"]),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rollwire.rpc.ids import is_tag
+from rollwire.rpc.ids import TAG_RULE, is_tag
 from rollwire.serving.config.sections import Positive, SamplingSection, Section
 
 
@@ -40,7 +40,7 @@ class TrainEnvironment(Section):
     def _entry(self) -> TrainEnvironment:
         here = f"environments entry {self.tag!r}"
         if not is_tag(self.tag):
-            raise ValueError(f"environments holds the tag {self.tag!r}; allowed: [A-Za-z0-9][A-Za-z0-9_.-]{{0,62}}")
+            raise ValueError(f"environments holds the tag {self.tag!r}; allowed: {TAG_RULE}")
         if self.source != "environment" and (self.weight == 0 or self.validation_sampling is not None):
             raise ValueError(
                 f"{here} has source {self.source} and {'weight 0' if self.weight == 0 else 'validation_sampling'}, but "

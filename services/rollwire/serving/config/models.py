@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rollwire.rpc.ids import is_name
+from rollwire.rpc.ids import NAME_RULE, is_name
 from rollwire.serving.config.algorithm import COMPARING, AlgorithmSection
 from rollwire.serving.config.environments import TrainEnvironment, check_entries
 from rollwire.serving.config.sections import (
@@ -52,7 +52,7 @@ class RunSection(Section):
     @model_validator(mode="after")
     def _name(self) -> RunSection:
         if not is_name(self.name):
-            raise ValueError(f"run.name is {self.name!r}; allowed: [a-z0-9][a-z0-9_.-]{{0,62}} without '..'")
+            raise ValueError(f"run.name is {self.name!r}; allowed: {NAME_RULE}")
         return self
 
 
