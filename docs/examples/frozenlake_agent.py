@@ -1,5 +1,6 @@
 """Trains FrozenLake from an agent that keeps its own loop, with the official `openai` package.
 
+pip install 'openai>=2'
 rollwire launch deploy/configs/frozenlake-agent.yaml coordinator.port=7700
 python docs/examples/frozenlake_agent.py 127.0.0.1:7700
 """

@@ -159,7 +159,7 @@ async def test_five_crashes_in_a_row_disable_the_tag_and_no_other(
         with pytest.raises(RollwireError) as caught:
             await client.open_session(opening("Faulty"))
         assert caught.value.reason == Reason.ENVIRONMENT_DISABLED
-        assert "with Lost: its process ended with status 7; mend it" in caught.value.message
+        assert "with Lost: its process ended with status 7; it stays so until" in caught.value.message
         assert "environment disabled until the server restarts" in "".join(capsys.readouterr())
         await play(client, survivor, 0)
         await play(client, await client.open_session(opening("Other")), 0)
