@@ -95,6 +95,13 @@ class AgentDesk:
         index = offer.free[0]
         return Place(offer, index, offer.progress.begin_episode(index))
 
+    def waits(self, tag: str) -> bool:
+        """Tells whether episodes of a tag are offered and none is being played."""
+        offers = [offer for offer in self.offers.values() if offer.progress.plan.environment_tag == tag]
+        return any(offer.free and not offer.over for offer in offers) and not any(
+            offer.progress.in_attempt for offer in offers
+        )
+
     def give_back(self, place: Place) -> None:
         """Takes a place back at which nothing was played."""
         if place.offer.active:

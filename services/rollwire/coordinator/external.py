@@ -26,6 +26,7 @@ from rollwire.coordinator.run_gate import RunGate
 from rollwire.coordinator.sources import GroupSource
 from rollwire.coordinator.status import RunStatus
 from rollwire.coordinator.submissions import Submissions
+from rollwire.coordinator.wait_notice import WaitNotices
 from rollwire.rpc.errors import Reason, not_found
 from rollwire.serving.config import RunConfig
 from rollwire.serving.config.environments import TrainEnvironment
@@ -66,6 +67,7 @@ class External:
     ) -> None:
         self._config = config
         self._pool = pool
+        self._pause_s = budgets.watch_s
         self._status = status
         self._gate = RunGate()
         self._entries = {entry.tag: entry for entry in config.environments}
@@ -82,7 +84,9 @@ class External:
         }
         staleness, timeout_s = config.max_staleness, config.timeouts.group_s
         fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
-        policy, desk = PolicySessions(pool, fence, budgets), AgentDesk()
+        policy = PolicySessions(pool, fence, budgets)
+        self._desk = desk = AgentDesk()
+        self._waits = WaitNotices(timeout_s)
         self._sessions = AgentSessions(desk, policy, ledger, self._gate, timeout_s, status.count_episode)
         self._watch = AgentWatch(self._sessions, policy, pool, budgets, status.notice)
         capacity = BUFFERED_STEPS * config.batch.groups_per_step * (staleness + 1)
@@ -104,6 +108,10 @@ class External:
             watching = asyncio.get_running_loop().create_task(self._watch.run())
             watching.add_done_callback(self._watch_ended)
             self._stack.callback(watching.cancel)
+        if self.sources:
+            telling = asyncio.get_running_loop().create_task(self._tell_of_waits())
+            telling.add_done_callback(self._watch_ended)
+            self._stack.callback(telling.cancel)
         self._gate.begin()
 
     def end(self) -> None:
@@ -123,6 +131,7 @@ class External:
     ) -> coordinator_pb2.OpenAgentSessionResponse:
         """Opens a session. Raises `RollwireError`."""
         entry = self._entry(request.environment_tag, "agent")
+        self._waits.asked(entry.tag, asyncio.get_running_loop().time())
         return await self._sessions.open(request, options_struct(entry.options))
 
     async def close_agent_session(
@@ -171,6 +180,8 @@ class External:
                 request = await reading
                 if request is None:
                     return
+                if request.trajectory.environment_tag in self._terms:
+                    self._waits.asked(request.trajectory.environment_tag, loop.time())
                 yield await self._submissions.submit(request.trajectory)
         finally:
             ended.cancel()
@@ -186,12 +197,24 @@ class External:
                 found[f"pushed/{name}"] = float(self._submissions.counts[name])
         return found
 
+    async def _tell_of_waits(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._pause_s)
+            for tag in self.sources:
+                entry = self._entries[tag]
+                agents = entry.source == "agent"
+                waiting = self._desk.waits(tag) if agents else self._pushed.wanted(tag) > 0
+                text = self._waits.look(tag, entry.source, loop.time(), self._status.address, waiting=waiting)
+                if text:
+                    self._status.notice(text)
+
     def _watch_ended(self, watching: asyncio.Task[None]) -> None:
         """Ends the run when nobody would find agents that vanish any more."""
         error = None if watching.cancelled() else watching.exception()
         if error is not None:
-            _log.error("the watch over agents failed", exc_info=error)
-            self._sessions.fail(RunError(f"the sessions of agents cannot be watched: {type(error).__name__}: {error}"))
+            _log.error("the watch over agents and pushers failed", exc_info=error)
+            self._sessions.fail(RunError(f"what comes from outside cannot be watched: {type(error).__name__}: {error}"))
 
     def _entry(self, tag: str, source: str) -> TrainEnvironment:
         entry = self._entries.get(tag)

@@ -197,6 +197,7 @@ async def _serve(
         running = await stack.enter_async_context(serving(service, binding, grace_s=STATUS_GRACE_S))
     except ServeError as error:
         raise port_error(config) from error
+    status.address = running.address
     stack.callback(run_dir.address_file.unlink, missing_ok=True)
     outside = sorted({entry.source for entry in config.environments} - {"environment"})
     if outside:

@@ -37,6 +37,7 @@ class RunStatus:
         observer: Who is told.
         run_id: Identifier; empty until the run directory exists.
         epoch: Incarnation of this coordinator.
+        address: `host:port` at which it answers; empty until it does.
         state: State.
         phase: What the run does now, for people.
         episodes_done: Episodes of this phase that have a result.
@@ -53,6 +54,7 @@ class RunStatus:
     observer: Observer
     run_id: str = ""
     epoch: int = 0
+    address: str = ""
     state: coordinator_pb2.RunState.ValueType = coordinator_pb2.RUN_STATE_STARTING
     phase: str = "starting"
     episodes_done: int = 0

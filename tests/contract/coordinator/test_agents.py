@@ -259,6 +259,18 @@ async def test_a_group_that_nobody_plays_ends_the_run_with_a_reason(world: Any) 
     assert "no agent asked for 2 of its 2 episodes during timeouts.group_s=0.05 s; start agents" in str(raised.value)
 
 
+async def test_people_are_told_that_nobody_asks(world: Any) -> None:
+    def told() -> list[str]:
+        return [text for text in world.notes.notices if "has asked" in text]
+
+    async with running(world, "timeouts.group_s=4") as (_, agents):
+        await until(lambda: len(told()) == 2)
+        address = agents.client.target
+    for text in told()[:2]:
+        assert text.startswith("no agent has asked for Agent yet: waiting up to timeouts.group_s=4 s, "), text
+        assert text.endswith(f"agents ask at {address}")
+
+
 async def test_a_lost_rollout_server_costs_its_sessions(two_rollouts: Any) -> None:
     world = two_rollouts
     async with running(world, "run.max_steps=1") as (run, agents):

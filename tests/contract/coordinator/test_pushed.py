@@ -352,6 +352,15 @@ async def test_a_group_that_stays_incomplete_is_dropped(world: Any) -> None:
         assert query(world, "SELECT state FROM arrivals") == [("incomplete",)]
 
 
+async def test_people_are_told_that_nobody_pushes(world: Any) -> None:
+    def told() -> list[str]:
+        return [text for text in world.notes.notices if "was pushed" in text]
+
+    async with running(world, "timeouts.group_s=4"):
+        await until(lambda: len(told()) > 0)
+    assert told()[0].startswith("nothing was pushed as Pushed yet: waiting up to timeouts.group_s=4 s, ")
+
+
 async def test_a_run_that_nobody_pushes_to_ends_with_a_reason(world: Any) -> None:
     with pytest.raises(RunError) as raised:
         await world.run(*PUSHED, "timeouts.group_s=0.05", "batch.groups_per_step=1")
