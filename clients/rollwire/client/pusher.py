@@ -25,40 +25,45 @@ Trajectories = AsyncIterable[trajectory_pb2.Trajectory] | Iterable[trajectory_pb
 class _Outbox:
     """Trajectories on their way: read from the user once, kept until they are answered, sent again if need be.
 
+    Every connection goes through them by itself, from the oldest one without an answer: a broken connection that still
+    waits for something to send takes nothing away from the next one.
+
     Attributes:
-        unanswered: What was sent and has no answer, oldest first.
+        unanswered: What was read and has no answer, oldest first; at most `MAX_UNANSWERED`.
         error: What the user's iterator raised.
     """
 
     def __init__(self, trajectories: Trajectories) -> None:
         self.unanswered: deque[trajectory_pb2.Trajectory] = deque()
         self.error: Exception | None = None
-        self._all_sent = False
+        self._answered = 0
+        self._all_read = False
         self._room = asyncio.Semaphore(MAX_UNANSWERED)
-        self._new: asyncio.Queue[trajectory_pb2.Trajectory | None] = asyncio.Queue(maxsize=1)
-        # A task of its own: a connection that breaks cancels whoever waits for something to send.
+        self._news = asyncio.Event()
         self._reading = asyncio.get_running_loop().create_task(self._read(trajectories))
 
     @property
     def done(self) -> bool:
         """True if there is nothing left to send or to be answered."""
-        return self._all_sent and not self.unanswered
+        return self._all_read and not self.unanswered
 
     async def requests(self) -> AsyncIterator[coordinator_pb2.SubmitTrajectoriesRequest]:
-        """Yields what was not answered, then what is new. One connection at a time reads this."""
-        for item in list(self.unanswered):
-            yield coordinator_pb2.SubmitTrajectoriesRequest(trajectory=item)
-        while not self._all_sent:
-            new = await self._new.get()
-            if new is None:
-                self._all_sent = True
+        """Yields what has no answer, then what is new, for one connection."""
+        following = self._answered  # how many came before the next one to send
+        while True:
+            place = following - self._answered
+            if place < len(self.unanswered):
+                following += 1
+                yield coordinator_pb2.SubmitTrajectoriesRequest(trajectory=self.unanswered[max(place, 0)])
+            elif self._all_read:
                 return
-            self.unanswered.append(new)
-            yield coordinator_pb2.SubmitTrajectoriesRequest(trajectory=new)
+            else:
+                await self._news.wait()
 
     def answered(self) -> None:
         """Forgets the oldest one."""
         self.unanswered.popleft()
+        self._answered += 1
         self._room.release()
 
     async def close(self) -> None:
@@ -66,15 +71,21 @@ class _Outbox:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
     async def _read(self, trajectories: Trajectories) -> None:
         try:
             async with aclosing(_iterate(trajectories)) as items:
                 async for item in items:
                     await self._room.acquire()
-                    await self._new.put(item)
+                    self.unanswered.append(item)
+                    self._tell()
         except Exception as error:  # raised again by `submit`, after what came before is answered
             self.error = error
-        await self._new.put(None)
+        self._all_read = True
+        self._tell()
 
 
 class TrajectoryPusher:

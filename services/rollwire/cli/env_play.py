@@ -94,14 +94,17 @@ def _play_with_keys(
 ) -> None:
     help_line = Text("arrow keys or w a s d to move, q to stop", style="dim")
     with _key_reader() as read_key, Live(game.view(help_line), console=console, auto_refresh=False) as live:
-        while not game.ended:
-            key = read_key()
-            if key in _QUIT:
-                game.ended = "stopped"
-            elif key in _KEYS:
-                reply = runner.run(client.step(session_id, game.turn, _answer(_KEYS[key])))
-                note = _take(game, reply)
-                live.update(game.view(note if game.ended else Text.assemble(help_line, "   ", note)), refresh=True)
+        try:
+            while not game.ended:
+                key = read_key()
+                if key in _QUIT:
+                    game.ended = "stopped"
+                elif key in _KEYS:
+                    reply = runner.run(client.step(session_id, game.turn, _answer(_KEYS[key])))
+                    note = _take(game, reply)
+                    live.update(game.view(note if game.ended else Text.assemble(help_line, "   ", note)), refresh=True)
+        except KeyboardInterrupt:
+            game.ended = "stopped"
         live.update(game.view(_verdict(game)), refresh=True)
 
 
@@ -186,11 +189,8 @@ def _key_reader() -> Iterator[Callable[[], bytes]]:
     typed = bytearray()  # several keys may come at once
 
     def read_key() -> bytes:
-        try:
-            if not typed:
-                typed.extend(os.read(descriptor, 64))
-        except KeyboardInterrupt:
-            return b"q"
+        if not typed:
+            typed.extend(os.read(descriptor, 64))
         length = 3 if bytes(typed[:2]) in (b"\x1b[", b"\x1bO") else 1
         key = bytes(typed[:length])
         del typed[:length]

@@ -30,7 +30,7 @@ async def rollwire(*arguments: str, typed: str = "") -> tuple[int, str, str]:
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             out, err = await process.communicate(typed.encode())
     finally:
         if process.returncode is None:
@@ -50,7 +50,7 @@ async def keys(*arguments: str, typed: bytes, wait_for: str) -> tuple[int, str]:
     os.set_blocking(ours, False)
     screen = b""
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             running = True
             while running:
                 running = process.returncode is None  # asked before reading: what came before the end is read too
