@@ -15,6 +15,7 @@ import structlog
 from rollwire.coordinator.assemble import build_parts
 from rollwire.coordinator.budgets import Budgets
 from rollwire.coordinator.checkpoint_loading import CheckpointLoader
+from rollwire.coordinator.edge_check import check_edges
 from rollwire.coordinator.errors import ResumeError, RunError
 from rollwire.coordinator.journal import Journal
 from rollwire.coordinator.journaled import Position, Totals
@@ -120,6 +121,8 @@ async def run_training(
         found = await peers.describe()
         check_fit(config, found)
         await check_options(config, peers.environments)
+        fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
+        await check_edges(config, peers.rollouts, fence)
         if found.learner.version.step and journal is None:
             status.notice(f"the learner is at {version_text(found.learner.version)}; the run goes on from there")
         budgets = budgets or Budgets()
@@ -128,7 +131,6 @@ async def run_training(
         status.began = True
         if status.stop_cause is None:
             status.state = coordinator_pb2.RUN_STATE_RUNNING
-        fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
         position = Position(0, found.learner.version, found.learner.digest)
         await parts.placement.learner()
         if resume is not None and journal is not None:

@@ -312,6 +312,17 @@ async def test_a_server_without_an_edge_ends_the_run_with_its_own_words(world: A
             await run
 
 
+async def test_a_server_without_an_edge_is_found_before_the_run_begins(two_rollouts: Any) -> None:
+    def refuse() -> None:
+        raise RollwireError(grpc.StatusCode.FAILED_PRECONDITION, Reason.AGENTS_DISABLED, "no HTTP edge here")
+
+    two_rollouts.rollouts[1].close_fault = refuse
+    target = two_rollouts.hosts[two_rollouts.rollouts[1]].address
+    with pytest.raises(RunError, match=f"'Agent' has source agent, but .* rollout server at {target}: no HTTP edge"):
+        await two_rollouts.run(*AGENTS)
+    assert not two_rollouts.status.began and two_rollouts.learner.calls == 0
+
+
 async def test_a_full_server_makes_agents_wait(world: Any) -> None:
     world.rollout.capacity = 2
     async with running(world, "run.max_steps=1") as (run, agents):
