@@ -17,16 +17,16 @@ import pytest
 PLUGINS = str(Path(__file__).parent / "plugins")
 
 
-def environment() -> dict[str, str]:
+def environment(path: str = PLUGINS) -> dict[str, str]:
     found = {"COLUMNS": "120", **os.environ, "TERM": "xterm-256color"}
-    found["PYTHONPATH"] = os.pathsep.join([PLUGINS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    found["PYTHONPATH"] = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
     return found
 
 
-async def rollwire(*arguments: str, typed: str = "") -> tuple[int, str, str]:
+async def rollwire(*arguments: str, typed: str = "", path: str = PLUGINS) -> tuple[int, str, str]:
     """Runs a command to its end; returns exit status, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rollwire.cli.main", *arguments, env=environment(),
+        sys.executable, "-m", "rollwire.cli.main", *arguments, env=environment(path),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
@@ -224,6 +224,16 @@ async def test_what_an_environment_prints_is_seen(tmp_path: Path) -> None:
     assert status == 1
     assert "about to abort" not in out
     assert 0 <= err.index("about to abort") < err.index("error: environment Mine failed: Lost: its process was killed")
+
+
+async def test_why_a_constructor_fails_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "unbuilt.py").write_text("class Unbuilt:\n    def __init__(self):\n        self.deck = {}['cards']\n")
+    path = tmp_path / "run.yaml"
+    path.write_text("environment:\n  definitions:\n    Mine: {type: 'unbuilt:Unbuilt'}\n")
+    status, _, err = await rollwire("env", "play", "Mine", "--config", str(path), path=str(tmp_path))
+    assert status == 1
+    assert "unbuilt.py" in err and "self.deck = {}['cards']" in err
+    assert "error: environment.definitions.Mine: unbuilt:Unbuilt cannot be constructed: KeyError: " in err
 
 
 async def test_a_failure_elsewhere_names_the_log(serve: Any) -> None:

@@ -237,6 +237,9 @@ def main() -> None:
         prepared = prepare(setup)
         description = try_out(setup, prepared)
     except UnusableError as error:
+        if shown is not None and error.__cause__ is not None:
+            with open(shown, "w", encoding="utf-8", errors="replace", closefd=False) as screen:
+                traceback.print_exception(error.__cause__, file=screen)
         control.sendall(frame(Kind.REFUSED, str(error).encode(errors="replace")))
         return
     except BaseException as error:
