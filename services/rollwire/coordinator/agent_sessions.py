@@ -65,6 +65,7 @@ class AgentSessions:
 
     Attributes:
         opened: Sessions opened so far.
+        asked_s: When an agent last asked for a session, by tag, in the event loop's time.
         settled_s: When the last episode got its result, in the event loop's time; None before.
         changed: Fires when a session or an offer changes.
         failure: What ends the run; None while all is well.
@@ -88,6 +89,7 @@ class AgentSessions:
         on_episode: Callable[[], None],
     ) -> None:
         self.opened = 0
+        self.asked_s: dict[str, float] = {}
         self.settled_s: float | None = None
         self.changed = Pulse()
         self.failure: RunError | None = None
@@ -114,6 +116,7 @@ class AgentSessions:
         """Opens a session, or returns the one that was opened for the same request. Raises `RollwireError`."""
         lease_s = min(check_open(request), self._longest_lease_s)
         self._gate.check()
+        self.asked_s[request.environment_tag] = asyncio.get_running_loop().time()
         opening = self._opening.get(request.request_id)
         if opening is None:
             opening = self._opening[request.request_id] = self._spawn(self._open(request, options, lease_s))

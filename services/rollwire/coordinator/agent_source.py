@@ -86,7 +86,7 @@ class AgentSource:
         while not offer.over:
             if self._sessions.failure is not None:
                 raise self._sessions.failure
-            end = offer.quiet_since_s + self._group_timeout_s if not offer.progress.in_attempt else None
+            end = self._quiet_since_s(offer) + self._group_timeout_s if not offer.progress.in_attempt else None
             if end is not None and loop.time() >= end:
                 offer.progress.cause = (
                     f"no agent asked for {len(offer.free)} of its {offer.progress.plan.episodes} episodes during "
@@ -98,3 +98,9 @@ class AgentSource:
                     await self._sessions.changed.wait()
             except TimeoutError:
                 continue
+
+    def _quiet_since_s(self, offer: Offer) -> float:
+        """Returns since when nobody has come: a group that is not begun waits its turn while agents play others."""
+        if offer.task_name:
+            return offer.quiet_since_s
+        return max(offer.quiet_since_s, self._sessions.asked_s.get(offer.progress.plan.environment_tag, 0.0))

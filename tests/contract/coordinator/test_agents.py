@@ -259,6 +259,19 @@ async def test_a_group_that_nobody_plays_ends_the_run_with_a_reason(world: Any) 
     assert "no agent asked for 2 of its 2 episodes during timeouts.group_s=0.05 s; start agents" in str(raised.value)
 
 
+async def test_groups_wait_their_turn_while_one_agent_plays_others(world: Any) -> None:
+    overrides = ("run.max_steps=1", "batch.groups_per_step=4", "timeouts.group_s=3")
+    async with running(world, *overrides) as (run, agents):
+        for _ in range(8):
+            session = await agents.open()
+            await asyncio.sleep(0.5)  # the last group begins later than a lonely one would be given up
+            agents.call(session)
+            await agents.close(session)
+        await run
+    assert query(world, "SELECT COUNT(*) FROM failures") == [(0,)]
+    assert query(world, "SELECT COUNT(*) FROM groups WHERE state = 'failed'") == [(0,)]
+
+
 async def test_people_are_told_that_nobody_asks(world: Any) -> None:
     def told() -> list[str]:
         return [text for text in world.notes.notices if "has asked" in text]
