@@ -347,7 +347,9 @@ class OpenAgentSessionRequest(google.protobuf.message.Message):
     """
     @property
     def lease(self) -> google.protobuf.duration_pb2.Duration:
-        """The session ends when no call came for so long; 1 s to 1 h; unset means 10 min."""
+        """The session ends when no call came for so long, or for the run's `timeouts.group_s` if that is shorter; 1 s to 1 h; unset
+        means 10 min.
+        """
 
     def __init__(
         self,
