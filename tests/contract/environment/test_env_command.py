@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import signal
 import sys
 import termios
 from pathlib import Path
@@ -30,12 +31,18 @@ async def rollwire(*arguments: str, typed: str = "", path: str = PLUGINS) -> tup
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(90):
             out, err = await process.communicate(typed.encode())
     finally:
         if process.returncode is None:
             process.kill()
     return await process.wait(), out.decode(), err.decode()
+
+
+def _own_terminal(descriptor: int) -> None:
+    """Makes a terminal the one whose Ctrl-C reaches this process, also where tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
 
 
 async def keys(*arguments: str, typed: bytes, wait_for: str) -> tuple[int, str]:
@@ -44,13 +51,13 @@ async def keys(*arguments: str, typed: bytes, wait_for: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollwire.cli.main", *arguments, env=environment(),
         stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=lambda: _own_terminal(theirs),
     )  # fmt: skip
     os.close(theirs)
     os.set_blocking(ours, False)
     screen = b""
     try:
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(90):
             running = True
             while running:
                 running = process.returncode is None  # asked before reading: what came before the end is read too
