@@ -342,17 +342,26 @@ async def test_generations_that_do_not_finish_in_time_are_aborted(serve: Any) ->
     async with serve() as bench:
         updater = bench.server._servicer.parts.updater
         updater._drain_s = 0.0
-        request = rollout_pb2.GenerateRequest(
-            token_ids=[3, 4], sampling=trajectory_pb2.SamplingSettings(max_tokens=500, stop_token_ids=[0]), seed=1
-        )
-        pieces = []
-        stream = bench.client.generate(request, timeout_s=20)
-        pieces.append(await anext(stream))
+        sampling = trajectory_pb2.SamplingSettings(max_tokens=500, stop_token_ids=[0])
+        generations: list[list[rollout_pb2.GenerateResponse]] = []
+        updated = asyncio.Event()
+
+        async def generate_on(seed: int) -> None:
+            """One generation after the other, so that the update meets some however fast either is."""
+            while not updated.is_set():
+                request = rollout_pb2.GenerateRequest(token_ids=[3, 4], sampling=sampling, seed=seed)
+                generations.append([piece async for piece in bench.client.generate(request, timeout_s=60)])
+
+        generating = [asyncio.create_task(generate_on(seed)) for seed in range(1, 5)]
+        await anext(bench.client.generate(rollout_pb2.GenerateRequest(token_ids=[3], sampling=sampling), timeout_s=60))
         await bench.update(1)
-        pieces += [piece async for piece in stream]
-        assert pieces[-1].stop_reason == trajectory_pb2.STOP_REASON_ABORTED
-        assert {piece.version.step for piece in pieces} == {0}
-        assert 0 < sum(len(piece.token_ids) for piece in pieces) < 500
+        updated.set()
+        await asyncio.gather(*generating)
+        aborted = [pieces for pieces in generations if pieces[-1].stop_reason == trajectory_pb2.STOP_REASON_ABORTED]
+        assert aborted
+        for pieces in aborted:
+            assert {piece.version.step for piece in pieces if piece.token_ids} <= {0}
+            assert sum(len(piece.token_ids) for piece in pieces) < 500
 
 
 async def test_a_replaced_coordinator_cannot_change_weights(serve: Any) -> None:
