@@ -65,34 +65,17 @@ def build_parts(
         stack: Closed when the run ends.
     """
     fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
-    pause_mode = rollout_pb2.PauseMode.Value(f"PAUSE_MODE_{config.rollout.pause_mode.upper()}")
-    pusher = WeightPusher(fence, peers.learner.target, config.timeouts.update_s, budgets, pause_mode)
-    capacities = [info.episode_capacity for info in found.rollouts]
-    verifier = WeightVerifier(fence, config.timeouts.update_s, budgets, status.notice)
-    pool = RolloutPool(peers.rollouts, capacities, pusher, verifier, budgets, ledger.add_version, status.notice)
-    placement: Placement = Separate()
-    if config.placement == "colocated":
-        placement = Colocated(peers.learner, pool, fence, config.timeouts.update_s, budgets)
+    recorder = _recorder(config, run_dir, status, stack)
+    pool = _pool(config, fence, status, ledger, peers, found, budgets)
     player = GroupPlayer(pool, fence, config.timeouts.group_s, budgets, status.count_episode)
     planner = Planner(config)
     budget = FailureBudget(max(config.batch.groups_per_step, MIN_FAILED_GROUPS))
     admission = Admission(config.batch.groups_per_step, config.max_staleness, config.run.max_steps)
     external = External(config, found, planner, pool, ledger, status, budgets)
-    sources: dict[str, GroupSource] = {entry.tag: player for entry in config.environments}
-    sources.update(external.sources)
+    sources: dict[str, GroupSource] = {**{entry.tag: player for entry in config.environments}, **external.sources}
     pump = RolloutPump(admission, planner, SourceByTag(sources), ledger, budget, config.max_staleness)
-    guard = LogprobGuard(
-        pool,
-        peers.learner,
-        gap_bound(config, found.learner, found.rollouts),
-        config.training_temperature,
-        probing=config.max_staleness > 0,
-    )
+    guard = _guard(config, pool, peers, found)
     preparer = BatchPreparer(config, SampleScorer(peers.learner, config, budgets, status.notice))
-    tracker = Tracker(run_dir.event_dir, run_dir.path)
-    text_every_steps = config.tracking.text_samples_every_steps
-    transcripts = Transcripts(config.model.path) if text_every_steps else None
-    stack.callback(tracker.close)
     stack.push_async_callback(pool.close)
     stack.push_async_callback(external.close)
     stack.push_async_callback(pump.close)
@@ -101,8 +84,8 @@ def build_parts(
         config=config,
         status=status,
         ledger=ledger,
-        recorder=Recorder(tracker, transcripts, status, text_every_steps),
-        placement=placement,
+        recorder=recorder,
+        placement=_placement(config, fence, pool, peers, budgets),
         planner=planner,
         pool=pool,
         player=player,
@@ -117,6 +100,46 @@ def build_parts(
         budget=budget,
         resident=ResidentMemory(peers, children),
     )
+
+
+def _pool(
+    config: RunConfig,
+    fence: trajectory_pb2.Fence,
+    status: RunStatus,
+    ledger: Ledger,
+    peers: Peers,
+    found: Descriptions,
+    budgets: Budgets,
+) -> RolloutPool:
+    """Returns the rollout servers, with what brings them weights and compares them."""
+    pause_mode = rollout_pb2.PauseMode.Value(f"PAUSE_MODE_{config.rollout.pause_mode.upper()}")
+    pusher = WeightPusher(fence, peers.learner.target, config.timeouts.update_s, budgets, pause_mode)
+    verifier = WeightVerifier(fence, config.timeouts.update_s, budgets, status.notice)
+    capacities = [info.episode_capacity for info in found.rollouts]
+    return RolloutPool(peers.rollouts, capacities, pusher, verifier, budgets, ledger.add_version, status.notice)
+
+
+def _placement(
+    config: RunConfig, fence: trajectory_pb2.Fence, pool: RolloutPool, peers: Peers, budgets: Budgets
+) -> Placement:
+    """Returns how learner and rollout servers share devices."""
+    if config.placement == "colocated":
+        return Colocated(peers.learner, pool, fence, config.timeouts.update_s, budgets)
+    return Separate()
+
+
+def _guard(config: RunConfig, pool: RolloutPool, peers: Peers, found: Descriptions) -> LogprobGuard:
+    """Returns what watches the gap between the engines' log-probabilities and the learner's."""
+    bound = gap_bound(config, found.learner, found.rollouts)
+    return LogprobGuard(pool, peers.learner, bound, config.training_temperature, probing=config.max_staleness > 0)
+
+
+def _recorder(config: RunConfig, run_dir: RunDir, status: RunStatus, stack: AsyncExitStack) -> Recorder:
+    """Returns what writes metrics and texts; its files are closed with the run."""
+    tracker = Tracker(run_dir.event_dir, run_dir.path)
+    stack.callback(tracker.close)
+    every_steps = config.tracking.text_samples_every_steps
+    return Recorder(tracker, Transcripts(config.model.path) if every_steps else None, status, every_steps)
 
 
 def gap_bound(

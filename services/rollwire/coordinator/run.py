@@ -25,7 +25,7 @@ from rollwire.coordinator.logged import read_logged
 from rollwire.coordinator.loop import StepLoop
 from rollwire.coordinator.option_check import check_options
 from rollwire.coordinator.own_port import port_error
-from rollwire.coordinator.peers import Peers
+from rollwire.coordinator.peers import Descriptions, Peers
 from rollwire.coordinator.preflight import check_fit
 from rollwire.coordinator.provider_wait import wait_for_tags
 from rollwire.coordinator.resume import Resumption
@@ -115,14 +115,8 @@ async def run_training(
         peers = await stack.enter_async_context(Peers(config))
         service = CoordinatorServer(status, peers)
         await _serve(config, run_dir, status, service, stack)
-        status.begin_phase("waiting for the servers")
-        await peers.wait_ready(config.timeouts.ready_s)
-        await wait_for_tags(config, peers, status)
-        found = await peers.describe()
-        check_fit(config, found)
-        await check_options(config, peers.environments)
         fence = trajectory_pb2.Fence(run_id=status.run_id, epoch=status.epoch)
-        await check_edges(config, peers.rollouts, fence)
+        found = await _servers(config, peers, status, fence)
         if found.learner.version.step and journal is None:
             status.notice(f"the learner is at {version_text(found.learner.version)}; the run goes on from there")
         budgets = budgets or Budgets()
@@ -148,6 +142,18 @@ async def run_training(
         return RunSummary(
             loop.totals, status.step, status.elapsed_s, path, status.stop_cause, parts.checkpoints.problem
         )
+
+
+async def _servers(config: RunConfig, peers: Peers, status: RunStatus, fence: trajectory_pb2.Fence) -> Descriptions:
+    """Waits until all servers are there and finds out whether they fit the run; raises `RunError`."""
+    status.begin_phase("waiting for the servers")
+    await peers.wait_ready(config.timeouts.ready_s)
+    await wait_for_tags(config, peers, status)
+    found = await peers.describe()
+    check_fit(config, found)
+    await check_options(config, peers.environments)
+    await check_edges(config, peers.rollouts, fence)
+    return found
 
 
 @asynccontextmanager

@@ -80,8 +80,7 @@ class OpenEnv:
         self._observation_field = observation_field
         self._reset_options = reset_options or {}
         self._instructions = instructions
-        self.format_penalty = format_penalty
-        self.success_reward = success_reward
+        self.format_penalty, self.success_reward = format_penalty, success_reward
         self._connect_timeout_s, self._reply_timeout_s = connect_timeout_s, reply_timeout_s
         self.metrics_agg_mode = {"action_is_valid": "mean", "format_penalty": "mean"}
         if success_reward is not None:
