@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollwire.rpc.deadlines import deadline_s
 from rollwire.rpc.errors import from_rpc_error
+from rollwire.rpc.first_status import FirstStatus
 
 
 class ServiceClient:
@@ -72,10 +73,11 @@ class ServiceClient:
     async def _stream(self, method: str, stub_method: Any, request: Any, timeout_s: float | None) -> AsyncIterator[Any]:
         """Calls a method with a response stream; leaving early cancels the call. Raises `RollwireError`."""
         call = stub_method(request, timeout=self._deadline(method, timeout_s))
+        status = FirstStatus(call)
         try:
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise status.decode(error) from error
         finally:
             call.cancel()

@@ -20,8 +20,9 @@ from rollwire.client.call_book import CallBook, PendingCall
 from rollwire.client.environment import EnvironmentClient
 from rollwire.rpc.call_errors import deadline_exceeded, from_call_error
 from rollwire.rpc.deadlines import deadline_s
-from rollwire.rpc.errors import Reason, RollwireError, from_rpc_error
+from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.rpc.expiry import Expiry
+from rollwire.rpc.first_status import FirstStatus
 from rollwire.v1 import environment_pb2 as pb
 
 _log = logging.getLogger("rollwire.client")
@@ -184,6 +185,7 @@ class SessionStream:
     async def _stream(self) -> None:
         """One stream, until the server ends it. Raises `RollwireError` unless it ends well."""
         call = self._client.play_stream()
+        status = FirstStatus(call)
         writer = asyncio.create_task(self._write(call))
         unknown = 0
         try:
@@ -196,7 +198,7 @@ class SessionStream:
                 if unknown > _MAX_UNKNOWN_REPLIES:
                     raise _broken(f"{self.target} sent {unknown} replies to calls that nobody made")
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise status.decode(error) from error
         finally:
             writer.cancel()
             call.cancel()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Final, cast
 
-import grpc
 import grpc.aio
 
 from rollwire.client.base import ServiceClient
 from rollwire.rpc.channel import open_channel
 from rollwire.rpc.digests import samples_digest
-from rollwire.rpc.errors import from_rpc_error
+from rollwire.rpc.first_status import FirstStatus
 from rollwire.rpc.limits import CHUNK_BYTES
 from rollwire.v1 import learner_pb2, learner_pb2_grpc
 
@@ -41,12 +40,12 @@ class LearnerClient(ServiceClient):
         timeout_s: float | None = None,
     ) -> learner_pb2.TrainResponse:
         """Runs one training step; safe to repeat after any error, the step is executed once."""
+        call = self._stub.Train(_train_requests(header, samples), timeout=self._deadline("Train", timeout_s))
+        status = FirstStatus(call)
         try:
-            answer = await self._stub.Train(
-                _train_requests(header, samples), timeout=self._deadline("Train", timeout_s)
-            )
+            answer = await call
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise status.decode(error) from error
         return cast(learner_pb2.TrainResponse, answer)
 
     def score(

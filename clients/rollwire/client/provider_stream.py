@@ -17,7 +17,8 @@ import grpc.aio
 from rollwire.client.provider_sessions import ProviderSessions
 from rollwire.client.results import failure
 from rollwire.rpc.channel import open_environment_channel
-from rollwire.rpc.errors import Reason, RollwireError, from_rpc_error
+from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.first_status import FirstStatus
 from rollwire.rpc.limits import ENVIRONMENT_MESSAGE_BYTES, MIB
 from rollwire.v1 import environment_pb2 as pb
 from rollwire.v1 import environment_pb2_grpc as pb_grpc
@@ -173,6 +174,7 @@ class ProviderConnection:
     async def _attach(self, stub: Any, stop: asyncio.Event) -> None:
         """One stream from hello to end. Raises `RollwireError` when it breaks or is refused."""
         call = stub.Attach()
+        status = FirstStatus(call)
         outbox = _Outbox()
         helpers: list[asyncio.Task[None]] = []
         try:
@@ -190,12 +192,12 @@ class ProviderConnection:
             ]
             await self._receive(call, outbox)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise status.decode(error) from error
         except TimeoutError as error:
             message = f"no welcome within {_WELCOME_TIMEOUT_S:g} s"
             raise RollwireError(grpc.StatusCode.DEADLINE_EXCEEDED, Reason.TRANSPORT, message) from error
         except asyncio.InvalidStateError as error:  # writing to a call that has ended
-            raise await _status(call) from error
+            raise await _ended(call, status) from error
         finally:
             if self._lease_s and helpers:
                 self._connected_at_s = time.monotonic()
@@ -289,14 +291,14 @@ def _too_large(reply: pb.SessionReply) -> pb.SessionReply:
     return pb.SessionReply(call_id=reply.call_id, step=pb.StepResponse(failure=found))
 
 
-async def _status(call: Any) -> RollwireError:
+async def _ended(call: Any, status: FirstStatus) -> RollwireError:
     """Returns the error that ended a call."""
     try:
         await call.read()
         code = await call.code()
         return RollwireError(code, Reason.TRANSPORT, await call.details() or code.name)
     except grpc.aio.AioRpcError as error:
-        return from_rpc_error(error)
+        return status.decode(error)
 
 
 async def _wait(stop: asyncio.Event, timeout_s: float) -> None:
