@@ -10,41 +10,60 @@ import os
 from dataclasses import dataclass
 from typing import Self
 
+from rollwire.rpc.limits import MIB
 from rollwire.v1 import weights_pb2
+
+
+class HostMemoryError(Exception):
+    """There is no room for the weights in host memory; the text is one line."""
 
 
 class FileMapping(mmap.mmap):
     """A mapped file whose descriptor stays open as long as this object or a view of it exists.
 
     Args:
-        descriptor: An open file, closed by this object from now on.
+        descriptor: An open file, closed by this object from now on, also if it cannot be mapped.
         size_bytes: How much of it is mapped.
 
     Attributes:
         descriptor: The file.
+
+    Raises:
+        HostMemoryError: There is no room for it.
     """
 
-    descriptor: int
+    descriptor: int = -1  # none, for an object that could not be made
 
     def __new__(cls, descriptor: int, size_bytes: int) -> Self:
         """Maps the file."""
-        mapping = super().__new__(cls, descriptor, size_bytes)
+        try:
+            mapping = super().__new__(cls, descriptor, size_bytes)
+        except BaseException as error:
+            os.close(descriptor)
+            if isinstance(error, OSError):
+                raise no_room(size_bytes, error) from error
+            raise
         mapping.descriptor = descriptor
         return mapping
 
     def __del__(self) -> None:
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
 def memory_file(size_bytes: int) -> memoryview:
-    """Returns zeroed memory of at least one byte whose `obj` is a `FileMapping`."""
+    """Returns zeroed memory of at least one byte whose `obj` is a `FileMapping`.
+
+    Raises:
+        HostMemoryError: There is no room for it.
+    """
     descriptor = os.memfd_create("rollwire-weights")
     try:
         os.ftruncate(descriptor, max(size_bytes, 1))
-        return memoryview(FileMapping(descriptor, max(size_bytes, 1)))
-    except BaseException:
+    except OSError as error:
         os.close(descriptor)
-        raise
+        raise no_room(size_bytes, error) from error
+    return memoryview(FileMapping(descriptor, max(size_bytes, 1)))
 
 
 class GrowingFile:
@@ -76,6 +95,14 @@ class GrowingFile:
             self._mapping = FileMapping(os.dup(self._descriptor), max(size_bytes, 1))
             self.size_bytes = size_bytes
         return self._mapping
+
+
+def no_room(size_bytes: int, error: OSError) -> HostMemoryError:
+    """Returns the error for memory that the kernel does not give."""
+    return HostMemoryError(
+        f"the weights need {-(-size_bytes // MIB)} MiB of host memory, which there is no room for ({error.strerror}); "
+        "free memory, or raise the limit of this process"
+    )
 
 
 @dataclass(frozen=True)

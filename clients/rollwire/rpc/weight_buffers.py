@@ -11,6 +11,8 @@ from collections.abc import Callable
 from threading import Lock
 from typing import Final
 
+from rollwire.rpc.memory_file import no_room
+
 MAX_BUFFERS: Final = 2
 
 
@@ -19,8 +21,15 @@ class BuffersExhaustedError(RuntimeError):
 
 
 def anonymous_memory(size_bytes: int) -> memoryview:
-    """Allocates private memory in huge pages where the kernel has them; at least one byte."""
-    memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Allocates private memory in huge pages where the kernel has them; at least one byte.
+
+    Raises:
+        HostMemoryError: There is no room for it.
+    """
+    try:
+        memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise no_room(size_bytes, error) from error
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
@@ -49,6 +58,7 @@ class HostBuffers:
 
         Raises:
             BuffersExhaustedError: Both are in use.
+            HostMemoryError: There is no room for another one.
         """
         with self._lock:
             if self._taken == MAX_BUFFERS:

@@ -147,7 +147,8 @@ class RolloutServiceServicer(object):
         On any error before the load the old version keeps serving. If what the engine holds after the load is not what was
         verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
         `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
-        names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
+        names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged;
+        RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED` when there is no room to stage it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,7 +159,7 @@ class RolloutServiceServicer(object):
 
         Read-only; generations wait meanwhile. DATA_LOSS / `WEIGHTS_CORRUPT` when the engine holds something else: nothing is
         served until an update succeeds. FAILED_PRECONDITION / `NO_WEIGHTS`; FAILED_PRECONDITION / `ASLEEP`; ABORTED /
-        `UPDATE_IN_PROGRESS` while a version is being staged.
+        `UPDATE_IN_PROGRESS` while a version is being staged; RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

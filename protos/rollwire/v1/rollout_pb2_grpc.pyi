@@ -66,7 +66,8 @@ class RolloutServiceStub:
     On any error before the load the old version keeps serving. If what the engine holds after the load is not what was
     verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
     `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
-    names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
+    names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged;
+    RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED` when there is no room to stage it.
     """
 
     CheckWeights: grpc.UnaryUnaryMultiCallable[
@@ -77,7 +78,7 @@ class RolloutServiceStub:
 
     Read-only; generations wait meanwhile. DATA_LOSS / `WEIGHTS_CORRUPT` when the engine holds something else: nothing is
     served until an update succeeds. FAILED_PRECONDITION / `NO_WEIGHTS`; FAILED_PRECONDITION / `ASLEEP`; ABORTED /
-    `UPDATE_IN_PROGRESS` while a version is being staged.
+    `UPDATE_IN_PROGRESS` while a version is being staged; RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED`.
     """
 
     Pause: grpc.UnaryUnaryMultiCallable[
@@ -191,7 +192,8 @@ class RolloutServiceAsyncStub:
     On any error before the load the old version keeps serving. If what the engine holds after the load is not what was
     verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
     `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
-    names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
+    names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged;
+    RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED` when there is no room to stage it.
     """
 
     CheckWeights: grpc.aio.UnaryUnaryMultiCallable[
@@ -202,7 +204,7 @@ class RolloutServiceAsyncStub:
 
     Read-only; generations wait meanwhile. DATA_LOSS / `WEIGHTS_CORRUPT` when the engine holds something else: nothing is
     served until an update succeeds. FAILED_PRECONDITION / `NO_WEIGHTS`; FAILED_PRECONDITION / `ASLEEP`; ABORTED /
-    `UPDATE_IN_PROGRESS` while a version is being staged.
+    `UPDATE_IN_PROGRESS` while a version is being staged; RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED`.
     """
 
     Pause: grpc.aio.UnaryUnaryMultiCallable[
@@ -324,7 +326,8 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         On any error before the load the old version keeps serving. If what the engine holds after the load is not what was
         verified, nothing is served until an update succeeds: two versions are never mixed. UNAVAILABLE / `WEIGHT_SOURCE_UNAVAILABLE`; DATA_LOSS /
         `WEIGHTS_CORRUPT` when a checksum or digest differs or the stream is short; FAILED_PRECONDITION / `WEIGHTS_MISMATCH` when
-        names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged.
+        names, shapes or dtypes are not those of the model; ABORTED / `UPDATE_IN_PROGRESS` while another version is being staged;
+        RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED` when there is no room to stage it.
         """
 
     @abc.abstractmethod
@@ -337,7 +340,7 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
 
         Read-only; generations wait meanwhile. DATA_LOSS / `WEIGHTS_CORRUPT` when the engine holds something else: nothing is
         served until an update succeeds. FAILED_PRECONDITION / `NO_WEIGHTS`; FAILED_PRECONDITION / `ASLEEP`; ABORTED /
-        `UPDATE_IN_PROGRESS` while a version is being staged.
+        `UPDATE_IN_PROGRESS` while a version is being staged; RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED`.
         """
 
     @abc.abstractmethod

@@ -90,6 +90,7 @@ class EngineDescription:
         max_sequence_tokens: Longest sequence, prompt and output together.
         max_concurrent_sequences: Sequences decoded together.
         sleep_disabled: Why `sleep` cannot free the device and what to do about it; empty if it can, and on CPU.
+        lowest_temperature: The engine cannot sample at a lower one, except 0.
     """
 
     name: str
@@ -100,6 +101,7 @@ class EngineDescription:
     max_sequence_tokens: int
     max_concurrent_sequences: int
     sleep_disabled: str = ""
+    lowest_temperature: float = 0.0
 
 
 class Engine(Protocol):
@@ -140,7 +142,8 @@ class Engine(Protocol):
         The load that follows gets the same arguments, or never comes.
 
         Raises:
-            RollwireError: INTERNAL / `INTERNAL`; the weights that serve are not affected.
+            RollwireError: INTERNAL / `INTERNAL`; RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED`. What serves is not
+                affected.
         """
 
     async def load_weights(
@@ -164,7 +167,7 @@ class Engine(Protocol):
         """Reads every tensor back and returns the `WeightManifest.digest` (32 bytes) of what the engine holds now.
 
         Raises:
-            RollwireError: INTERNAL / `INTERNAL`: they cannot be read.
+            RollwireError: INTERNAL / `INTERNAL`: they cannot be read; RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED`.
         """
 
     @property

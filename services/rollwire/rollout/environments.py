@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -36,6 +37,16 @@ class EnvironmentServer:
     def __post_init__(self) -> None:
         self.calls = SessionStream(self.client)
 
+    @property
+    def idle(self) -> bool:
+        """True if nobody uses it."""
+        return not self.sessions and not self._asking.locked()
+
+    async def close(self) -> None:
+        """Closes stream and channel."""
+        await self.calls.close()
+        await self.client.close()
+
     async def describe(self, tag: str) -> environment_pb2.EnvironmentDescription:
         """Returns the description of a tag; the catalogue is asked for again when it lacks the tag.
 
@@ -58,25 +69,23 @@ class EnvironmentServer:
 
 
 class EnvironmentPool:
-    """Clients of all environment servers asked for so far, at most `_MAX_TARGETS`."""
+    """Clients of the environment servers asked for last, at most `_MAX_TARGETS`."""
 
     def __init__(self) -> None:
-        self._servers: dict[str, EnvironmentServer] = {}
+        self._servers: OrderedDict[str, EnvironmentServer] = OrderedDict()  # the one unused longest first
+        self._closing: set[asyncio.Task[None]] = set()
 
     def server(self, target: str) -> EnvironmentServer:
         """Returns the server at `host:port`.
 
         Raises:
-            RollwireError: RESOURCE_EXHAUSTED / `SESSIONS_EXHAUSTED` when too many different servers were asked for.
+            RollwireError: RESOURCE_EXHAUSTED / `SESSIONS_EXHAUSTED` when too many servers are played on at once.
         """
         if target not in self._servers:
             if len(self._servers) >= _MAX_TARGETS:
-                raise exhausted(
-                    Reason.SESSIONS_EXHAUSTED,
-                    f"this rollout server already talks to {_MAX_TARGETS} environment servers, which is its limit",
-                    60.0,
-                )
+                self._forget_one()
             self._servers[target] = EnvironmentServer(EnvironmentClient(target))
+        self._servers.move_to_end(target)
         return self._servers[target]
 
     def by_load(self, targets: Sequence[str]) -> list[EnvironmentServer]:
@@ -102,6 +111,19 @@ class EnvironmentPool:
 
     async def close(self) -> None:
         """Closes all streams and channels."""
+        await asyncio.gather(*self._closing)
         for server in self._servers.values():
-            await server.calls.close()
-            await server.client.close()
+            await server.close()
+
+    def _forget_one(self) -> None:
+        """Makes room: servers come and go, and a rollout server may outlive many runs."""
+        idle = next((target for target, server in self._servers.items() if server.idle), None)
+        if idle is None:
+            raise exhausted(
+                Reason.SESSIONS_EXHAUSTED,
+                f"this rollout server plays on {_MAX_TARGETS} environment servers, which is its limit",
+                60.0,
+            )
+        task = asyncio.create_task(self._servers.pop(idle).close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

@@ -83,5 +83,7 @@ class GroupRunner:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._slots.give_back(asked)
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:  # also for a call that is cancelled twice
+                self._slots.give_back(asked)

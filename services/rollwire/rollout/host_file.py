@@ -18,16 +18,12 @@ from typing import Final, Self
 import numpy as np
 
 from rollwire.rpc.limits import MIB
-from rollwire.rpc.memory_file import FileMapping
+from rollwire.rpc.memory_file import FileMapping, HostMemoryError
 from rollwire.rpc.weight_stream import ELEMENT_BYTES, HostTensor, TensorLayout
 from rollwire.v1 import weights_pb2
 
 ALIGNMENT_BYTES: Final = 64
 """Every tensor begins at a multiple of this: a cache line, and the widest vector register."""
-
-
-class HostMemoryError(Exception):
-    """No directory has room for the file; the text is one line."""
 
 
 class SharedMapping(FileMapping):

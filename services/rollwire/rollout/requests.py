@@ -37,12 +37,14 @@ class Limits:
         max_sequence_tokens: Longest sequence.
         end_token_ids: Tokens that end a generation unless the request names others.
         environment_targets: Environment servers played on unless the request names others.
+        lowest_temperature: The engine cannot sample at a lower one, except 0.
     """
 
     vocabulary_size: int
     max_sequence_tokens: int
     end_token_ids: frozenset[int]
     environment_targets: tuple[str, ...]
+    lowest_temperature: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,10 @@ def read_sampling(settings: trajectory_pb2.SamplingSettings, limits: Limits) -> 
         RollwireError: INVALID_ARGUMENT with the path of the offending field.
     """
     temperature = settings.temperature if settings.HasField("temperature") else 1.0
-    if not 0 <= temperature <= MAX_TEMPERATURE:
-        raise invalid_field("sampling.temperature", temperature, f"0 (greedy) to {MAX_TEMPERATURE:g}")
+    lowest = limits.lowest_temperature
+    if not (temperature == 0 or lowest <= temperature <= MAX_TEMPERATURE):
+        above = f"or {lowest:g} " if lowest else ""
+        raise invalid_field("sampling.temperature", temperature, f"0 (greedy) {above}to {MAX_TEMPERATURE:g}")
     top_p = settings.top_p if settings.HasField("top_p") else 1.0
     if not 0 < top_p <= 1:
         raise invalid_field("sampling.top_p", top_p, "a number in (0, 1]; 1 is off")
@@ -222,7 +226,7 @@ def check_version(path: str, version: weights_pb2.WeightVersion) -> None:
 def check_target(path: str, target: str) -> None:
     """Checks that a target is `host:port`. Raises `RollwireError`, INVALID_ARGUMENT."""
     host, colon, port = target.rpartition(":")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65_536) or len(target) > 300:
+    if len(target) > 300 or not (host and colon and port.isdecimal() and 0 < int(port) < 65_536):
         raise invalid_field(path, target, "host:port")
 
 

@@ -94,6 +94,7 @@ class RolloutServer:
             max_sequence_tokens=engine.description.max_sequence_tokens,
             end_token_ids=started.end_token_ids | _end_token_ids(tokenizer, encoder),
             environment_targets=tuple(config.services.environment),
+            lowest_temperature=engine.description.lowest_temperature,
         )
         slots = EpisodeSlots(config.rollout.max_episodes)
         # A kept prefix changes the last bits of what follows, so in a deterministic run callers get none.

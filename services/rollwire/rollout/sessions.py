@@ -141,7 +141,7 @@ class SessionOpener:
 
     async def finish(self) -> None:
         """Waits until every session is closed."""
-        await asyncio.gather(*self._closing)
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _open_on(self, server: EnvironmentServer, tag: str, seed: int, options: Struct) -> Session:
         description = await server.describe(tag)

@@ -16,7 +16,8 @@ import grpc
 from rollwire.client.weights import WeightsClient
 from rollwire.rollout.policy import Hold, PauseMode, Policy
 from rollwire.rollout.weight_states import Begin, Served
-from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.errors import Reason, RollwireError, exhausted
+from rollwire.rpc.memory_file import HostMemoryError
 from rollwire.rpc.same_host import SameHostOffer
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_buffers import HostBuffers
@@ -31,6 +32,7 @@ _log = get_logger(__name__)
 DRAIN_S: Final = 10.0
 """Time that running generations get to finish; then they are aborted, and episodes draw those turns again."""
 _AGAIN: Final = "UpdateWeights again"
+_MEMORY_RETRY_S: Final = 5.0
 _PUBLISHING_POLL_S: Final = 0.2
 """Pause before a source that is publishing is asked again."""
 # Errors of the source that a reader of this server's errors can act on; others mean that it cannot be used.
@@ -211,6 +213,9 @@ class WeightUpdater:
                     try:
                         held = await receive_weights(source.fetch_weights(request, timeout_s=left_s), assembler)
                         return held, received_bytes + assembler.received_bytes
+                    except HostMemoryError as full:
+                        message = f"{version_text(version)} was not fetched: {full}"
+                        raise exhausted(Reason.HOST_MEMORY_EXHAUSTED, message, _MEMORY_RETRY_S) from full
                     except RollwireError as caught:
                         error = caught
                 received_bytes += assembler.received_bytes

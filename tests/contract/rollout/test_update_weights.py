@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.memory_file import memory_file
 from rollwire.rpc.weight_stream import HostTensor, build_manifest, stream_messages
 from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
 
@@ -371,3 +372,21 @@ async def test_a_replaced_coordinator_cannot_change_weights(serve: Any) -> None:
             await bench.update(2, fence=trajectory_pb2.Fence(run_id="run", epoch=2))
         assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.ABORTED, Reason.FENCED)
         assert (await sample(bench))[2] == 1
+
+
+async def test_a_version_that_there_is_no_room_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve() as bench:
+        before = await sample(bench)
+        await bench.update(1)
+        await bench.update(0)  # both buffers have been made by now
+        buffers = bench.server._servicer.parts.updater._buffers
+        monkeypatch.setattr(buffers, "_free", [])
+        monkeypatch.setattr(buffers, "_allocate", lambda _: memory_file(1 << 52))
+        with pytest.raises(RollwireError, match=r"was not fetched: the weights need \d+ MiB") as caught:
+            await bench.update(2)
+        assert caught.value.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.reason == Reason.HOST_MEMORY_EXHAUSTED and caught.value.retry_after_s
+        assert await sample(bench) == before
+        monkeypatch.undo()
+        await bench.update(2)
+        assert (await sample(bench))[2] == 2

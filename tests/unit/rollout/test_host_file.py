@@ -15,11 +15,11 @@ import pytest
 from rollwire.rollout.host_file import (
     ALIGNMENT_BYTES,
     HostFile,
-    HostMemoryError,
     SharedMapping,
     file_entries,
     shared_memory,
 )
+from rollwire.rpc.memory_file import HostMemoryError
 from rollwire.rpc.weight_buffers import HostBuffers
 from rollwire.rpc.weight_stream import HostTensor, TensorLayout
 from rollwire.v1 import weights_pb2

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from rollwire.rollout.engine import Sampling
+from rollwire.rollout.engines.vllm_requests import LOWEST_TEMPERATURE
 from rollwire.rollout.requests import (
     Limits,
     check_prompt,
@@ -116,7 +119,10 @@ def test_prompts() -> None:
     assert caught.value.reason == Reason.PROMPT_TOO_LONG and caught.value.metadata == {"tokens": "64", "limit": "63"}
 
 
-@pytest.mark.parametrize("target", ["", "host", ":1", "host:", "host:0", "host:70000", "host:x", "h" * 400 + ":1"])
+@pytest.mark.parametrize(
+    "target",
+    ["", "host", ":1", "host:", "host:0", "host:70000", "host:x", "h" * 400 + ":1", "h:" + "1" * 5000],
+)
 def test_targets(target: str) -> None:
     check_target("source.target", "127.0.0.1:80")
     with pytest.raises(RollwireError, match="host:port"):
@@ -128,6 +134,16 @@ def test_versions_need_a_lineage() -> None:
     with pytest.raises(RollwireError) as caught:
         check_version("version", weights_pb2.WeightVersion(step=3))
     assert list(caught.value.fields) == ["version.lineage"]
+
+
+def test_an_engine_may_have_a_lowest_temperature() -> None:
+    limits = replace(LIMITS, lowest_temperature=LOWEST_TEMPERATURE)
+    for temperature in (0.0, 0.01, 100.0):
+        read_sampling(trajectory_pb2.SamplingSettings(max_tokens=1, temperature=temperature), limits)
+    for temperature in (0.0099, 1e-30, -0.01, math.nan):
+        with pytest.raises(RollwireError, match=r"0 \(greedy\) or 0\.01 to 100") as caught:
+            read_sampling(trajectory_pb2.SamplingSettings(max_tokens=1, temperature=temperature), limits)
+        assert list(caught.value.fields) == ["sampling.temperature"]
 
 
 def test_settings_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -306,3 +307,23 @@ async def test_a_fault_of_the_device_fails_the_generations_of_the_pass(
 async def test_a_model_with_too_few_positions_is_refused(make_model: Callable[..., Any]) -> None:
     with pytest.raises(ServeError, match=r"max_episode_tokens is 4096.*128 positions"):
         TransformersEngine(make_model(), prepare(device="cpu"), max_sequence_tokens=4096, max_concurrent_sequences=2)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_caller_that_goes_away_does_not_end_the_decoding_thread(
+    make_model: Callable[..., Any], cancelled: bool
+) -> None:
+    async with running(make_model()) as engine:
+        may_go_on = threading.Event()
+        engine._loop.post(may_go_on.wait)  # type: ignore[arg-type]
+        waiting = asyncio.create_task(engine.abort_all())
+        await asyncio.sleep(0)  # it has asked the thread, which is busy
+        if cancelled:
+            waiting.cancel()
+        await asyncio.sleep(0)
+        assert waiting.done() == cancelled
+        may_go_on.set()
+        async with asyncio.timeout(30):
+            await engine.held_digest()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled() == cancelled

@@ -51,6 +51,11 @@ def test_every_seed_is_one_that_vllm_uses(seed: int) -> None:
     assert 0 <= sampling_arguments(request(seed))["seed"] < 1 << 63
 
 
+def test_the_lowest_temperature_is_accepted_as_it_travels() -> None:
+    travelled = trajectory_pb2.SamplingSettings(temperature=0.01).temperature
+    assert travelled < 0.01 and sampling_arguments(request(temperature=travelled))["temperature"] == 0.01
+
+
 @pytest.mark.parametrize("temperature", [1e-6, 0.009])
 def test_temperatures_that_vllm_would_change_are_refused(temperature: float) -> None:
     with pytest.raises(GenerationError, match=r"takes 0 or at least 0\.01"):

@@ -199,8 +199,9 @@ class TransformersEngine:
             listener.arrived.set()
 
     async def _between_passes(self, work: Callable[[], _Result]) -> _Result:
-        """Runs work in the decoding thread and returns its result."""
+        """Runs work in the decoding thread and returns its result; a caller that goes away does not stop it."""
         done: concurrent.futures.Future[_Result] = concurrent.futures.Future()
+        done.set_running_or_notify_cancel()  # else the thread would fail at reporting to a caller that was cancelled
 
         def execute() -> None:
             try:

@@ -17,10 +17,11 @@ from rollwire.rollout.engines.vllm_names import CheckpointNames
 from rollwire.rollout.engines.vllm_process import EngineOutput, one_line, stop_vllm
 from rollwire.rollout.engines.vllm_requests import drawn_logprobs, needs_scoring, sampling_arguments, stop_reason
 from rollwire.rollout.engines.vllm_weights import WeightsNotHeldError, check_reports, wire_entries
-from rollwire.rollout.host_file import HostFile, HostMemoryError
+from rollwire.rollout.host_file import HostFile
 from rollwire.rpc.digests import tensor_digest, weights_digest
-from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.errors import Reason, RollwireError, exhausted
 from rollwire.rpc.limits import MIB
+from rollwire.rpc.memory_file import HostMemoryError
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_stream import HostTensor, TensorLayout
 from rollwire.serving.logs import get_logger
@@ -32,6 +33,8 @@ LOAD_TIMEOUT_S: Final = 600.0
 _ABORT_PATIENCE_S: Final = 3.0
 _ABORT_INTERVAL_S: Final = 0.1
 _HEALTH_INTERVAL_S: Final = 1.0
+_MEMORY_RETRY_S: Final = 5.0
+_ABORTED: Final = trajectory_pb2.STOP_REASON_ABORTED
 _STAGING_DEVICES: Final = ("cpu",)
 _VLLM_LEVELS: Final = {rollout_pb2.SLEEP_LEVEL_HOST: 1, rollout_pb2.SLEEP_LEVEL_DISCARD: 2}
 # Waking, vllm-ascend 0.23 turns the weights of experts round once more: the model then talks nonsense without an error.
@@ -76,6 +79,7 @@ class VllmEngine:
         self._final_only, self._delta = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
         self._dead_error = EngineDeadError
         self._numbers = itertools.count()
+        self._aborts = 0  # how often everything was aborted
         self._running: set[str] = set()
         self._none_running = asyncio.Event()
         self._none_running.set()
@@ -110,7 +114,7 @@ class VllmEngine:
         arguments = sampling_arguments(request)
         scoring = needs_scoring(request.sampling)
         arguments["output_kind"] = self._delta if request.stream and not scoring else self._final_only
-        version = self._version
+        version, aborts = self._version, self._aborts
         drawn: list[int] = []
         async with aclosing(self._outputs(request.token_ids, arguments, version)) as outputs:
             async for output in outputs:
@@ -123,7 +127,9 @@ class VllmEngine:
                     ended = stop_reason(request, drawn, completion.finish_reason)
                 logprobs = drawn_logprobs(request.sampling, completion)
                 if scoring:
-                    logprobs = await self._raw_logprobs(request, drawn, version)
+                    scored = None if ended == _ABORTED else await self._raw_logprobs(request, drawn, version, aborts)
+                    # Who aborts wants the engine at rest, and may load other weights: what was drawn is given up.
+                    token_ids, logprobs, ended = ([], [], _ABORTED) if scored is None else (token_ids, scored, ended)
                 yield Piece(token_ids, logprobs, version, ended)
 
     def release(self, cache_key: str) -> None:
@@ -133,6 +139,7 @@ class VllmEngine:
         """See `Engine`."""
         # A generation that vLLM has not registered yet is not aborted, so it is asked again. One whose receiver has
         # stopped reading has ended although its iterator has not; such receivers are not waited for.
+        self._aborts += 1
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_PATIENCE_S):
                 while self._running:
@@ -154,8 +161,8 @@ class VllmEngine:
         must then be given the same `tensors` object.
 
         Raises:
-            RollwireError: INTERNAL / `INTERNAL`: there is no memory for it, or what was staged differs from what was
-                sent. The active weights are not affected.
+            RollwireError: RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED`; INTERNAL / `INTERNAL`: what was staged differs
+                from what was sent. The active weights are not affected.
         """
         self._staged = None
         if self._description.device not in _STAGING_DEVICES or not self._digests or self._staging_refused:
@@ -197,8 +204,9 @@ class VllmEngine:
             tensor_digests: `TensorSpec.digest` (32 bytes) of each tensor, if it is known.
 
         Raises:
-            RollwireError: INTERNAL / `INTERNAL`: there is no memory for the hand-over, or the engine does not hold what
-                it was sent. In the latter case nothing is generated until a load of all tensors succeeds.
+            RollwireError: RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED`: there is no memory for the hand-over.
+                INTERNAL / `INTERNAL`: the engine does not hold what it was sent; nothing is generated until a load of
+                all tensors succeeds.
         """
         complete = tensors.keys() >= self._names.layouts.keys()
         if not complete and not self._digests:
@@ -220,7 +228,7 @@ class VllmEngine:
             cause = error.message if isinstance(error, RollwireError) else str(error)
             self._fault = f"loading {version_text(version)} failed: {cause}"
             raise _internal(self._fault) from error
-        await self._engine.reset_prefix_cache()
+        await self._answer("reset_prefix_cache", self._engine.reset_prefix_cache())
         self._digests = kept | digests
         if complete and unverified != self._unverified:
             _log.warning("some tensors cannot be read back from vllm", names=unverified[:10], number=len(unverified))
@@ -236,19 +244,20 @@ class VllmEngine:
         Tensors that vLLM's loader transforms cannot be read back; for these, what was sent counts.
 
         Raises:
-            RollwireError: INTERNAL / `INTERNAL`: there is no memory for it, or the engine has died.
+            RollwireError: RESOURCE_EXHAUSTED / `HOST_MEMORY_EXHAUSTED`; INTERNAL / `INTERNAL`: the engine has died.
         """
+        sent = {name: self._digests[name] for name in self._unverified}  # a load that comes meanwhile forgets them
         file = await _in_shared_memory(lambda: HostFile.empty(self._names.layouts))
         await self._call("rl_read_back", file.path, wire_entries(file.entries))
         digests = await asyncio.to_thread(_tensor_digests, file)
-        return weights_digest((digests | {name: self._digests[name] for name in self._unverified}).items())
+        return weights_digest((digests | sent).items())
 
     async def sleep(self, level: rollout_pb2.SleepLevel.ValueType) -> int:
         """See `Engine`. What vLLM keeps in host memory it keeps until it wakes, whatever follows."""
         if level == rollout_pb2.SLEEP_LEVEL_DISCARD:
             self._digests, self._fault = {}, "the weights were dropped"
         if self._description.device == "cpu":
-            await self._engine.reset_prefix_cache()
+            await self._answer("reset_prefix_cache", self._engine.reset_prefix_cache())
             return 0
         if self._slept_bytes:
             return 0
@@ -352,12 +361,16 @@ class VllmEngine:
             self._none_running.set()
 
     async def _raw_logprobs(
-        self, request: GenerationRequest, drawn: list[int], version: weights_pb2.WeightVersion
-    ) -> list[float]:
-        """Scores drawn tokens under the raw distribution, in one pass over the whole sequence."""
+        self, request: GenerationRequest, drawn: list[int], version: weights_pb2.WeightVersion, aborts: int
+    ) -> list[float] | None:
+        """Scores drawn tokens under the raw distribution, in one pass over the whole sequence.
+
+        Returns:
+            As many log-probabilities as tokens; None if everything was aborted since there were `aborts` such calls.
+        """
         tokens = [*request.token_ids, *drawn]
-        if not drawn:
-            return []
+        if self._aborts != aborts:
+            return None
         if len(tokens) >= self._description.max_sequence_tokens:
             raise GenerationError(
                 f"the vllm engine has raw log-probabilities only of sequences shorter than "
@@ -376,7 +389,7 @@ class VllmEngine:
                 if output.prompt_logprobs is None or output.outputs[0].finish_reason == "abort":
                     break
                 return [float(value) for value in output.prompt_logprobs.logprobs[-len(drawn) :]]
-        raise GenerationError("the scoring of raw log-probabilities was aborted")
+        return None
 
     async def _load(
         self, file: HostFile, tensor_digests: Mapping[str, bytes] | None, complete: bool
@@ -425,7 +438,7 @@ async def _in_shared_memory(make: Callable[[], HostFile]) -> HostFile:
     try:
         return await asyncio.to_thread(make)
     except HostMemoryError as error:
-        raise _internal(str(error)) from error
+        raise exhausted(Reason.HOST_MEMORY_EXHAUSTED, str(error), _MEMORY_RETRY_S) from error
 
 
 def _tensor_digests(tensors: Mapping[str, HostTensor]) -> dict[str, bytes]:

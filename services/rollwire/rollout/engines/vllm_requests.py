@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any, Final
 
 from rollwire.rollout.engine import GenerationError, GenerationRequest, Sampling
 from rollwire.v1 import trajectory_pb2
 
 # vLLM silently raises lower temperatures to this, and would report probabilities of another distribution.
-LOWEST_TEMPERATURE: Final = 0.01
+_VLLM_LOWEST_TEMPERATURE: Final = 0.01
+LOWEST_TEMPERATURE: Final = struct.unpack("<f", struct.pack("<f", _VLLM_LOWEST_TEMPERATURE))[0]
+"""The lowest temperature above 0, as it travels: 0.01 in float32, which is a little less."""
 _SEED_BITS: Final = 63
 
 
@@ -22,11 +25,12 @@ def sampling_arguments(request: GenerationRequest) -> dict[str, Any]:
     sampling = request.sampling
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
         raise GenerationError(
-            f"sampling.temperature is {sampling.temperature}; the vllm engine takes 0 or at least {LOWEST_TEMPERATURE}"
+            f"sampling.temperature is {sampling.temperature}; the vllm engine takes 0 or at least "
+            f"{_VLLM_LOWEST_TEMPERATURE}"
         )
     room = request.length_limit_tokens - len(request.token_ids)
     return {
-        "temperature": sampling.temperature,
+        "temperature": max(sampling.temperature, _VLLM_LOWEST_TEMPERATURE) if sampling.temperature else 0.0,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "max_tokens": min(sampling.max_tokens, room),

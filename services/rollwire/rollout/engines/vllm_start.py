@@ -11,6 +11,7 @@ from rollwire.rollout.engines.expert_names import check_experts
 from rollwire.rollout.engines.vllm_engine import VllmEngine
 from rollwire.rollout.engines.vllm_names import checkpoint_names
 from rollwire.rollout.engines.vllm_process import EngineOutput, one_line, start_vllm
+from rollwire.rollout.engines.vllm_requests import LOWEST_TEMPERATURE
 from rollwire.rollout.engines.vllm_settings import (
     EngineRequest,
     VllmSettings,
@@ -95,6 +96,7 @@ def _describe(
         max_sequence_tokens=request.max_sequence_tokens,
         max_concurrent_sequences=settings.arguments["max_num_seqs"],
         sleep_disabled=sleep_disabled(request, options),
+        lowest_temperature=LOWEST_TEMPERATURE,
     )
 
 
