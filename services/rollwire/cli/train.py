@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from rich.console import Console
 
@@ -18,7 +20,7 @@ from rollwire.cli.progress import Progress
 from rollwire.cli.resume import ResumedRun, find_resumed, how_to_resume
 from rollwire.cli.summary import print_summary
 from rollwire.coordinator.errors import ResumeError, RunError
-from rollwire.coordinator.launcher import LocalLauncher
+from rollwire.coordinator.launcher import LocalLauncher, open_log
 from rollwire.coordinator.own_port import check_port
 from rollwire.coordinator.peers import check_addresses
 from rollwire.coordinator.preflight import check_launch
@@ -87,7 +89,7 @@ def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, 
         on_second=lambda: _give_up(console, launcher),
     )
     order = ResumeOrder(resumed.exact) if resumed is not None else None
-    with (run_dir.log_dir / "coordinator.log").open("a", encoding="utf-8") as log, progress:
+    with _coordinator_log(run_dir) as log, progress:
         configure_logging("coordinator", stream=log)
         try:
             summary = asyncio.run(_supervised(config, run_dir, progress.status, launcher, interrupts, order))
@@ -158,6 +160,17 @@ async def _beside(launcher: LocalLauncher, status: RunStatus, run: Coroutine[Any
         for task in (running, watching):
             task.cancel()
         await asyncio.wait([running, watching])
+
+
+@contextmanager
+def _coordinator_log(run_dir: RunDir) -> Iterator[TextIO]:
+    """Opens the log of this process. Raises `RunError`."""
+    log = io.TextIOWrapper(open_log(run_dir.log_dir / "coordinator.log"), encoding="utf-8")
+    try:
+        yield log
+    finally:
+        with suppress(OSError):  # a full disk costs the last lines and nothing else
+            log.close()
 
 
 def _remove(console: Console, run_dir: RunDir) -> None:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import BinaryIO, Final, Literal, get_args
 
 from rollwire.coordinator.errors import ERROR_PREFIX, RunError
 from rollwire.coordinator.run_dir import CONFIG_FILE, RunDir
@@ -183,7 +183,7 @@ class LocalLauncher:
         log_file = self._run_dir.log_dir / f"{kind}.log"
         ready_file = ready_file_of(kind, self._run_dir.path)
         ready_file.unlink(missing_ok=True)  # of a process that was killed
-        with log_file.open("ab") as log:
+        with open_log(log_file) as log:
             log_begin = log.tell()
             process = await asyncio.create_subprocess_exec(
                 *self._command(kind, self._run_dir.path),
@@ -199,6 +199,14 @@ class LocalLauncher:
         death = self.death()
         if death is not None:
             raise death
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Opens a log of a run, to go on with it. Raises `RunError`."""
+    try:
+        return path.open("ab")
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror or error}; check space and permissions") from error
 
 
 def _obituary(child: Child, status: int) -> str:

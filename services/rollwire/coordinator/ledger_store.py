@@ -316,10 +316,11 @@ class LedgerStore:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection.execute
+                self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # on a full disk SQLite has rolled back already
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -204,6 +204,8 @@ async def _serve(
     try:
         running = await stack.enter_async_context(serving(service, binding, grace_s=STATUS_GRACE_S))
     except ServeError as error:
+        if isinstance(error.__cause__, OSError):  # of the address file
+            raise RunError(str(error)) from error
         raise port_error(config) from error
     status.address = running.address
     stack.callback(run_dir.address_file.unlink, missing_ok=True)

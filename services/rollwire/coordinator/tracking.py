@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -68,10 +69,10 @@ class Tracker:
 
     def close(self) -> None:
         """Closes both files."""
-        if self._events is not None:
-            self._events.close()
-        if self._jsonl is not None:
-            self._jsonl.close()
+        for file in (self._events, self._jsonl):
+            if file is not None:
+                with suppress(OSError):  # the write that failed has been told of; the rest is on disk
+                    file.close()
 
     def _write(self, event: Any, line: str | None) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

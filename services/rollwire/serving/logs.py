@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from contextlib import suppress
+from typing import TextIO, cast
 
 import structlog
 import structlog.tracebacks
+
+
+class _Lenient:
+    """A stream that loses lines where the disk is full: what is logged about must go on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def configure_logging(service: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
@@ -38,7 +54,7 @@ def configure_logging(service: str, *, level: str = "INFO", stream: TextIO | Non
             *renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(stream),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Lenient(stream))),
         cache_logger_on_first_use=False,
     )
     # Libraries that log through the standard module: warnings and worse, on the same stream.

@@ -219,8 +219,11 @@ def _bind(server: grpc.aio.Server, binding: Binding) -> str:
 def _write_ready_file(path: Path, address: str) -> None:
     """Writes the file completely or not at all: a reader never sees half of it."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
+        partial.replace(path)
+    except OSError as error:
+        raise ServeError(f"{path} cannot be written: {error.strerror or error}; check space and permissions") from error
 
 
 def _add_reflection(server: grpc.aio.Server, service_names: Iterable[str]) -> None:

@@ -160,3 +160,28 @@ async def test_a_port_in_use_is_told_before_anything_is_started(world: Any, roll
         status, output, errors = await finish(await rollwire("train", write_config(world), port))
     assert (status, output) == (1, "") and f"{port} (Address already in use)" in errors and errors.count("\n") == 1
     assert not (world.directory / "out" / "runs").exists()
+
+
+async def test_a_full_disk_under_the_log_costs_lines_and_nothing_else(world: Any, rollwire: Rollwire) -> None:
+    assert (await finish(await rollwire("train", write_config(world))))[0] == 0
+    log = run_dir(world) / "logs" / "coordinator.log"
+    log.unlink()
+    log.symlink_to("/dev/full")
+    status, output, errors = await finish(await rollwire("train", "--resume", run_dir(world), "run.max_steps=4"))
+    assert (status, errors) == (0, "") and "step 4/4" in output
+    log.unlink()
+    log.mkdir()
+    status, _, errors = await finish(await rollwire("train", "--resume", run_dir(world), "run.max_steps=5"))
+    assert status == 1
+    assert errors == f"error: {log} cannot be written: Is a directory; check space and permissions\n"
+
+
+async def test_an_address_file_that_cannot_be_written_is_not_called_a_port_in_use(
+    world: Any, rollwire: Rollwire
+) -> None:
+    assert (await finish(await rollwire("train", write_config(world))))[0] == 0
+    place = run_dir(world) / "coordinator.json"
+    place.with_name("coordinator.json.partial").mkdir()
+    status, _, errors = await finish(await rollwire("train", "--resume", run_dir(world), "run.max_steps=4"))
+    assert status == 1
+    assert errors == f"error: {place} cannot be written: Is a directory; check space and permissions\n"

@@ -279,3 +279,18 @@ async def test_the_writer_thread_keeps_order_and_a_cancelled_caller_tears_nothin
             "GROUP BY 1 ORDER BY groups.rowid"
         ).fetchall()
     assert counts in ([(index, 2) for index in range(20)], [(index, 2) for index in range(1, 20)])
+
+
+def test_a_full_disk_is_named_and_what_was_acknowledged_stays(store: LedgerStore, make_trajectory: Maker) -> None:
+    """I2; SQLite has rolled the transaction back by itself when it says so."""
+    assert store.accept_group(record(make_trajectory, 0), 0)
+    (pages,) = rows(store, "PRAGMA page_count")[0]
+    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    large = record(make_trajectory, 1)
+    large.trajectories[0].sequences[0].token_ids.extend(range(50_000))
+    for _ in range(2):
+        with pytest.raises(LedgerError, match=r"run\.db cannot be used: database or disk is full; check free space"):
+            store.accept_group(large, 0)
+    store._connection.execute(f"PRAGMA max_page_count = {pages + 1000}")
+    assert store.accept_group(large, 0)
+    assert rows(store, "SELECT group_id FROM groups ORDER BY 1") == [("g00000000",), ("g00000001",)]

@@ -54,6 +54,14 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         tracker.log_scalars(0, {"a": 1.0})
 
 
+def test_a_full_disk_is_one_line_and_closing_adds_nothing_to_it(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    tracker = Tracker(tmp_path / "tb", tmp_path)
+    with pytest.raises(RunError, match=r"metrics cannot be written to .*No space left on device"):
+        tracker.log_scalars(0, {"a": 1.0})
+    tracker.close()
+
+
 def test_no_torch_and_no_tensorflow() -> None:
     code = (
         "import sys, pathlib, tempfile\n"

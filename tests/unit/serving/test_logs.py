@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -45,3 +46,12 @@ def test_lines_are_json_with_service_and_escaped_text() -> None:
     assert "\x1b" not in line
     assert json.loads(line)["service"] == "rollout"
     assert json.loads(line)["text"] == "\x1b[31mred\n"
+
+
+def test_a_full_disk_loses_lines_and_ends_nothing() -> None:
+    stream = Path("/dev/full").open("a")  # noqa: SIM115 - closing it fails
+    configure_logging("rollout", stream=stream)
+    for number in range(1000):  # more than a buffer holds
+        get_logger("module").error("lost", number=number)
+    with pytest.raises(OSError, match="No space left"):
+        stream.close()
