@@ -219,7 +219,15 @@ async def test_functions_are_called_and_answered_in_one_sequence(stream: bool, b
         )
 
 
-@pytest.mark.parametrize("said", ["<tool_call>{no json}</tool_call>", '<tool_call>{"arguments": {}}', "<tool_ca"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "<tool_call>{no json}</tool_call>",
+        '<tool_call>{"arguments": {}}',
+        "<tool_ca",
+        '<tool_call>{"name": "weather", "arguments": {"at": "\\ud800"}}</tool_call>',
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_malformed_function_call_is_text(said: str, stream: bool) -> None:
     async with scripted_edge() as bench:

@@ -49,6 +49,7 @@ async def until(condition: Any) -> None:
     [
         ({"n": 2}, "unsupported_value"),
         ({"temperature": 0.7}, "unsupported_value"),
+        ({"extra_body": {"temperature": 10**400}}, "unsupported_value"),
         ({"top_p": 0.9}, "unsupported_value"),
         ({"extra_body": {"top_k": 5}}, "unsupported_value"),
         ({"extra_body": {"top_k": "many"}}, "unsupported_value"),
@@ -82,6 +83,15 @@ async def until(condition: Any) -> None:
         ),
         (
             {"messages": [*ONE, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}]},
+            "invalid_value",
+        ),
+        (
+            {
+                "messages": [
+                    *ONE,
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}]},
+                ]
+            },
             "invalid_value",
         ),
         ({"messages": [{"role": "user", "content": "word " * 500}]}, "context_length_exceeded"),
@@ -139,7 +149,17 @@ async def test_a_conversation_that_the_template_refuses() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"{", b"\xff", b'{"model": "policy", "messages": "\\ud800"}', b"[" * 100_000],
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"model": "policy", "messages": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"model": "policy", "tools": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"model": "policy", "temperature": NaN}',
+        b'{"model": "policy", "temperature": 1e999}',
+    ],
 )
 async def test_a_body_that_is_no_json_object(body: bytes) -> None:
     async with scripted_edge() as bench, httpx.AsyncClient() as raw:

@@ -90,7 +90,21 @@ def test_function_calls_are_read_in_order() -> None:
 
 @pytest.mark.parametrize(
     "block",
-    ["", "null", "[]", '{"name": 5}', '{"name": "a", "arguments": []}', '{"name": "a", "arguments": "["}', "[" * 9999],
+    [
+        "",
+        "null",
+        "[]",
+        '{"name": 5}',
+        '{"name": "a", "arguments": []}',
+        '{"name": "a", "arguments": "["}',
+        "[" * 9999,
+        # What Python reads, but no JSON can be written of.
+        '{"name": "a", "arguments": {"x": "\\ud800"}}',
+        '{"name": "\\udc00"}',
+        '{"name": "a", "arguments": "{\\"x\\": NaN}"}',
+        '{"name": "a", "arguments": {"x": 1e999}}',
+        '{"name": "a", "arguments": {"x": %s}}' % ("[" * 500 + "]" * 500),
+    ],
 )
 def test_one_malformed_function_call_makes_all_of_them_text(block: str) -> None:
     assert parse_tool_calls(f'<tool_call>{{"name": "a"}}</tool_call><tool_call>{block}</tool_call>', 0) == []

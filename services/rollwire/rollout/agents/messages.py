@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rollwire.rollout.agents.errors import CallError, bad_request
+from rollwire.rollout.agents.strict_json import strict_loads
 from rollwire.rollout.chat import Message, Tools
 
 MAX_MESSAGES: Final = 4096
@@ -113,8 +114,8 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
         raise bad_request(path, call, '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}')
     arguments = function.get("arguments", "{}")
     try:
-        parsed = json.loads(arguments) if isinstance(arguments, str) else None
-    except (ValueError, RecursionError):
+        parsed = strict_loads(arguments) if isinstance(arguments, str) else None
+    except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
         raise bad_request(f"{path}.function.arguments", arguments, "a JSON object as text")

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from rollwire.rollout.agents.desk import MODEL
 from rollwire.rollout.agents.errors import CallError, bad_request
+from rollwire.rollout.agents.strict_json import strict_loads
 from rollwire.rollout.engine import Sampling
 
 MAX_STOPS: Final = 16
@@ -64,11 +65,11 @@ class Parameters:
 
     def __init__(self, body: bytes) -> None:
         try:
-            content = json.loads(body.decode("utf-8"))
-            # Half of a surrogate pair can be written in JSON, but it is no text.
-            json.dumps(content, ensure_ascii=False).encode("utf-8")
-        except (ValueError, RecursionError) as error:
-            raise CallError(400, "invalid_json", "the body is not JSON in UTF-8; send a JSON object") from error
+            content = strict_loads(body.decode("utf-8"))
+        except ValueError as error:
+            raise CallError(
+                400, "invalid_json", f"the body is no JSON in UTF-8 ({error}); send a JSON object"
+            ) from error
         if not isinstance(content, dict):
             raise CallError(400, "invalid_json", f"the body is a {type(content).__name__}; send a JSON object")
         self._left: dict[str, Any] = {name: value for name, value in content.items() if value is not None}
@@ -152,7 +153,8 @@ def _check_session_settings(parameters: Parameters, session: Sampling) -> None:
         value = parameters.take(name)
         if value is None or (name == "top_k" and own == 0 and value == -1):
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value - own) > _EQUAL:
+        # Compared, not subtracted: a whole number may be too large for a float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not own - _EQUAL <= value <= own + _EQUAL:
             allowed = f"{own:g}, the session's setting: leave it out, or change sampling.{name} of the run"
             raise bad_request(name, value, allowed, "unsupported_value")
 

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rollwire.rollout.agents.strict_json import strict_loads
+
 BEGIN: Final = "<tool_call>"
 _END: Final = "</tool_call>"
 _BLOCK: Final = re.compile(re.escape(BEGIN) + r"(.*?)(?:" + re.escape(_END) + r"|\Z)", re.DOTALL)
@@ -45,16 +47,16 @@ def parse_tool_calls(text: str, number: int) -> list[ToolCall]:
     found: list[ToolCall] = []
     for block in _BLOCK.findall(text):
         try:
-            content = json.loads(block)
-        except (ValueError, RecursionError):
+            content = strict_loads(block)
+        except ValueError:
             return []
         if not isinstance(content, dict) or not isinstance(content.get("name"), str):
             return []
         arguments = content.get("arguments", {})
         if isinstance(arguments, str):
             try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
+                arguments = strict_loads(arguments)
+            except ValueError:
                 return []
         if not isinstance(arguments, dict):
             return []
