@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -21,6 +21,7 @@ _log = get_logger(__name__)
 LEASE_S: Final = 60
 _RENEW_S: Final = LEASE_S / 3
 _CLOSE_TIMEOUT_S: Final = 5.0
+_FINISH_S: Final = 2 * _CLOSE_TIMEOUT_S
 _OPEN_ATTEMPTS: Final = 30
 _SHORTEST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 2.0
@@ -135,13 +136,15 @@ class SessionOpener:
 
     def close(self, session: Session) -> None:
         """Closes a session in the background; it keeps counting as load until then."""
-        task = asyncio.create_task(self._close(session))
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._in_background(self._close(session))
 
     async def finish(self) -> None:
-        """Waits until every session is closed."""
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        """Waits until every session is closed; those that cannot be are left to their leases."""
+        if self._closing:
+            _, late = await asyncio.wait(self._closing, timeout=_FINISH_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     async def _open_on(self, server: EnvironmentServer, tag: str, seed: int, options: Struct) -> Session:
         description = await server.describe(tag)
@@ -153,9 +156,33 @@ class SessionOpener:
             options=options,
             lease=Duration(seconds=LEASE_S),
         )
-        start = await server.calls.open_session(request, timeout_s=self._step_timeout_s)
+        opening = asyncio.create_task(server.calls.open_session(request, timeout_s=self._step_timeout_s))
+        try:
+            start = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            server.sessions += 1
+            self._in_background(self._close_once_open(server, opening))
+            raise
         _check_failure(start)
         return Session(server, description, start, self._step_timeout_s)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close_once_open(
+        self, server: EnvironmentServer, opening: asyncio.Task[environment_pb2.OpenSessionResponse]
+    ) -> None:
+        """Closes the session of an episode that was cancelled before it was open; else it would live for its lease."""
+        try:
+            start = await opening
+            if not start.HasField("failure"):
+                await server.calls.close_session(start.session_id, timeout_s=_CLOSE_TIMEOUT_S)
+        except RollwireError as error:
+            _log.info("a session may be left to its lease", target=server.client.target, error=str(error))
+        finally:
+            server.sessions -= 1
 
     async def _close(self, session: Session) -> None:
         try:
