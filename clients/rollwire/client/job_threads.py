@@ -31,10 +31,12 @@ class _Job:
         started: A thread is at it.
         given_up: Its time is over.
         hangs: It had started when its time was over, and has not ended since.
+        late: Who is told once nothing uses the environment any more after it was given up.
     """
 
     work: Callable[[], Any]
     done: Callable[[Any, BaseException | None], None]
+    late: Callable[[Any], None] | None = None
     started: bool = False
     given_up: bool = False
     hangs: bool = False
@@ -67,7 +69,11 @@ class JobThreads:
         self._looking = False
 
     def submit(
-        self, work: Callable[[], Any], timeout_s: float, done: Callable[[Any, BaseException | None], None]
+        self,
+        work: Callable[[], Any],
+        timeout_s: float,
+        done: Callable[[Any, BaseException | None], None],
+        late: Callable[[Any], None] | None = None,
     ) -> None:
         """Runs `work` in a thread; calls `done` with its value or its error, on the event loop.
 
@@ -75,12 +81,14 @@ class JobThreads:
             work: What to run.
             timeout_s: After this `done` gets a `WorkTimeoutError`; the thread is given up until the work ends.
             done: Called once; at once, with a `ThreadsHungError`, when every thread hangs.
+            late: Called after the `WorkTimeoutError`, once the work has ended or is certain not to begin: with its
+                value, or None.
         """
         if self.hung >= self.limit:
             done(None, ThreadsHungError())
             return
         loop = self._loop = asyncio.get_running_loop()
-        job = _Job(work, done)
+        job = _Job(work, done, late)
         self._jobs.append(job)
         self._expiry.add(job, loop.time() + timeout_s)
         if self._at_work <= self.hung:
@@ -89,7 +97,7 @@ class JobThreads:
             self._looking = True
             loop.call_later(_PATIENCE_S, self._look)
 
-    async def run(self, work: Callable[[], Any], timeout_s: float) -> Any:
+    async def run(self, work: Callable[[], Any], timeout_s: float, late: Callable[[Any], None] | None = None) -> Any:
         """Runs `work` in a thread and returns its value; raises what it raises, or as `submit` says."""
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -101,7 +109,7 @@ class JobThreads:
             else:
                 outcome.set_exception(error)
 
-        self.submit(work, timeout_s, done)
+        self.submit(work, timeout_s, done, late)
         return await outcome
 
     def _look(self) -> None:
@@ -165,6 +173,8 @@ class JobThreads:
             job = self._finished.popleft()
             if job.given_up:
                 self.hung -= job.hangs
+                if job.late is not None:
+                    job.late(job.value)
             else:
                 self._expiry.discard(job)
                 job.done(job.value, job.error)
@@ -175,3 +185,5 @@ class JobThreads:
             job.hangs = job.started
         self.hung += job.hangs
         job.done(None, WorkTimeoutError())
+        if not job.hangs and job.late is not None:
+            job.late(None)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from google.protobuf import json_format
 
+from rollwire.client.closing import close_environment, closed_on_failure
 from rollwire.client.description import describe
 from rollwire.client.options import constructor_parameters, integral, json_values
 from rollwire.client.results import InvalidResultError, failure_of, start_response, step_response
@@ -52,8 +53,9 @@ class ProvidedEnvironment:
             raise RollwireError(
                 grpc.StatusCode.INVALID_ARGUMENT, Reason.INVALID_FIELD, message, fields={"options": message}
             ) from error
-        reply = environment.reset(seed=seed) if _takes_seed_by_name(environment) else environment.reset(seed)
-        return environment, start_response(reply, turn_limit_of(environment, self.max_turns))
+        with closed_on_failure(environment):
+            reply = environment.reset(seed=seed) if _takes_seed_by_name(environment) else environment.reset(seed)
+            return environment, start_response(reply, turn_limit_of(environment, self.max_turns))
 
     def check_options(self, request: pb.OpenSessionRequest) -> dict[str, Any]:
         """Returns the options of a request as keyword arguments.
@@ -124,13 +126,6 @@ def turn_limit_of(environment: Any, otherwise: int | None) -> Any:
 def play_turn(environment: Any, action: str) -> pb.StepResponse:
     """Plays a turn. Raises `InvalidResultError`, or whatever the environment raises."""
     return step_response(environment.step(action))
-
-
-def close_environment(environment: Any) -> None:
-    """Lets an environment free what it holds, if it has something to free."""
-    close = getattr(environment, "close", None)
-    if callable(close):
-        close()
 
 
 def _requestable(factory: Callable[..., Any]) -> set[str]:

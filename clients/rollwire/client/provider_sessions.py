@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from rollwire.client.closing import close_environment
 from rollwire.client.drawings import draw
 from rollwire.client.job_threads import JobThreads
-from rollwire.client.provided import ProvidedEnvironment, close_environment, play_turn
+from rollwire.client.provided import ProvidedEnvironment, play_turn
 from rollwire.client.results import failure, failure_of
 from rollwire.client.session_errors import refusal
 from rollwire.client.sessions import (
@@ -77,7 +78,7 @@ class ProviderSessions:
         self._table: SessionTable[_Game, pb.StepResponse] = SessionTable(capacity, time.monotonic)
         self._threads = JobThreads("environment", capacity)
         self._under_way: dict[_Session, asyncio.Future[Any]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[Any]] = set()
         self._failed_openings: dict[str, pb.OpenSessionResponse] = {}
 
     def __len__(self) -> int:
@@ -152,7 +153,9 @@ class ProviderSessions:
         timeout_s: float,
     ) -> pb.OpenSessionResponse:
         try:
-            started = await self._in_thread(lambda: environment.start(options, seed), timeout_s, RollwireError)
+            started = await self._in_thread(
+                lambda: environment.start(options, seed), timeout_s, RollwireError, late=self._close_late_start
+            )
         except BaseException:
             self._table.forget(session)
             raise
@@ -203,7 +206,8 @@ class ProviderSessions:
                 found = game.hung = _hanging(error, timeout_s)
             outcome.set_result(self._turn_ended(session, game, found))
 
-        self._threads.submit(_guarded(lambda: play_turn(game.environment, action)), timeout_s, done)
+        work = _guarded(lambda: play_turn(game.environment, action))
+        self._threads.submit(work, timeout_s, done, lambda _: self._close_late(game.environment))
         return outcome
 
     async def _play_later(self, session: _Session, game: _Game, action: str, timeout_s: float) -> pb.StepResponse:
@@ -272,26 +276,43 @@ class ProviderSessions:
                 task.add_done_callback(self._closing.discard)
 
     async def _close_game(self, game: _Game) -> None:
-        await self._with_game(game, lambda: close_environment(game.environment), _CLOSE_TIMEOUT_S)
+        await self._with_game(game, lambda: close_environment(game.environment), _CLOSE_TIMEOUT_S, closes=True)
 
-    async def _with_game(self, game: _Game, work: Callable[[], T], timeout_s: float) -> T | pb.EnvironmentFailure:
+    def _close_late_start(self, started: tuple[Any, pb.OpenSessionResponse] | pb.EnvironmentFailure | None) -> None:
+        if isinstance(started, tuple):
+            self._close_late(started[0])
+
+    def _close_late(self, environment: Any) -> None:
+        """Closes an environment that was given up, now that no thread is in it any more."""
+        task = asyncio.create_task(self._in_thread(lambda: close_environment(environment), _CLOSE_TIMEOUT_S))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _with_game(
+        self, game: _Game, work: Callable[[], T], timeout_s: float, *, closes: bool = False
+    ) -> T | pb.EnvironmentFailure:
         """Runs work on an environment, after the turn that is being played."""
         async with game.lock:
             if game.turn is not None:
                 await asyncio.shield(game.turn)
             if game.hung is not None:
                 return game.hung
-            found = await self._in_thread(work, timeout_s)
+            late = None if closes else lambda _: self._close_late(game.environment)
+            found = await self._in_thread(work, timeout_s, late=late)
             if isinstance(found, pb.EnvironmentFailure) and found.kind == pb.ENVIRONMENT_FAILURE_KIND_TIMEOUT:
                 game.hung = found
             return found
 
     async def _in_thread(
-        self, work: Callable[[], T], timeout_s: float, *passing: type[Exception]
+        self,
+        work: Callable[[], T],
+        timeout_s: float,
+        *passing: type[Exception],
+        late: Callable[[Any], None] | None = None,
     ) -> T | pb.EnvironmentFailure:
         """Runs the user's code; whatever goes wrong is returned as a failure, but for errors that may pass."""
         try:
-            found: T | pb.EnvironmentFailure = await self._threads.run(_guarded(work, *passing), timeout_s)
+            found: T | pb.EnvironmentFailure = await self._threads.run(_guarded(work, *passing), timeout_s, late)
             return found
         except (WorkTimeoutError, ThreadsHungError) as error:
             return _hanging(error, timeout_s)

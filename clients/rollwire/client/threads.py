@@ -31,6 +31,7 @@ class ThreadsHungError(Exception):
 class _Worker:
     inbox: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]]] = field(default_factory=queue.SimpleQueue)
     hung: bool = False
+    late: Callable[[Any], None] | None = None
 
 
 class WorkerThreads:
@@ -50,12 +51,13 @@ class WorkerThreads:
         # Bounded by the callers: a session has at most one piece of work at a time.
         self._waiting: deque[asyncio.Future[_Worker]] = deque()
 
-    async def run(self, work: Callable[[], T], timeout_s: float) -> T:
+    async def run(self, work: Callable[[], T], timeout_s: float, late: Callable[[T | None], None] | None = None) -> T:
         """Runs `work` in a thread and returns its value.
 
         Args:
             work: What to run. It must turn the errors it expects into values; what it raises is raised here.
             timeout_s: Longest time from its start; waiting for a free thread does not count.
+            late: Gets the value, or None for an error, of work that ends after it was given up.
 
         Raises:
             WorkTimeoutError: It did not end in time.
@@ -68,7 +70,7 @@ class WorkerThreads:
         await asyncio.wait((done,), timeout=timeout_s)
         if done.done():
             return done.result()
-        worker.hung = True
+        worker.hung, worker.late = True, late
         self.hung += 1
         self._refuse_if_all_hung()
         raise WorkTimeoutError
@@ -108,8 +110,10 @@ class WorkerThreads:
 
     def _finished(self, worker: _Worker, done: asyncio.Future[Any], value: object, error: Exception | None) -> None:
         if worker.hung:
-            worker.hung = False
+            late, worker.hung, worker.late = worker.late, False, None
             self.hung -= 1
+            if late is not None:
+                late(value)
         elif error is not None:
             done.set_exception(error)
         else:

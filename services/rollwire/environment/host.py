@@ -14,8 +14,10 @@ import asyncio
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
+from rollwire.client.closing import close_environment, closed_on_failure
 from rollwire.client.drawings import draw
 from rollwire.client.results import aggregations, failure, failure_of, start_response, step_response
 from rollwire.client.threads import ThreadsHungError, WorkerThreads, WorkTimeoutError
@@ -74,6 +76,7 @@ class EnvironmentHost:
         self._on_loop = registered.built_in
         self._known_modes: object = None
         self._drawings = asyncio.Semaphore(CONCURRENT_DRAWINGS)
+        self._closing: set[asyncio.Task[Any]] = set()
         self._threads = WorkerThreads(f"environment-{registered.tag}", THREADS_PER_TAG)
 
     @property
@@ -104,7 +107,7 @@ class EnvironmentHost:
             overrides = self.registered.schema.requested(options)
         except OptionError as error:
             raise bad_option(error) from error
-        result = await self._in_thread(lambda: self._start(overrides, seed))
+        result = await self._in_thread(lambda: self._start(overrides, seed), late=self._close_late_start)
         if isinstance(result, _Rejected):
             raise refused_options(overrides, result.reason)
         if isinstance(result, pb.EnvironmentFailure):
@@ -119,8 +122,8 @@ class EnvironmentHost:
             if overrides:  # the caller's mistake must not disable the tag for others
                 return _Rejected(failure_of(error).message)
             raise
-        reply = environment.reset(seed)
-        response = start_response(reply, environment.max_turns)
+        with closed_on_failure(environment):
+            response = start_response(environment.reset(seed), environment.max_turns)
         return Episode(environment, response.max_turns), response
 
     async def play(self, episode: Episode, action: str) -> pb.StepResponse:
@@ -128,12 +131,10 @@ class EnvironmentHost:
         async with episode.lock:
             result: pb.StepResponse | pb.EnvironmentFailure | None = episode.lost
             if result is None:
-                result = await self._in_thread(lambda: self._step(episode, action), episode)
+                result = await self._in_thread(lambda: self._step(episode, action), episode, self._close_late(episode))
         if isinstance(result, pb.EnvironmentFailure):
             return self._failed_turn(episode, result)
-        if episode.ended:
-            self.health.succeeded()
-        return result
+        return self._ended_turn(episode, result)
 
     def play_now(self, episode: Episode, action: str) -> pb.StepResponse | None:
         """Plays a turn on the event loop if the environment is built in and idle; else returns None."""
@@ -143,20 +144,24 @@ class EnvironmentHost:
             response = self._step(episode, action)
         except Exception as error:
             return self._failed_turn(episode, self._failed(error))
-        if episode.ended:
-            self.health.succeeded()
-        return response
+        return self._ended_turn(episode, response)
 
     def _step(self, episode: Episode, action: str) -> pb.StepResponse:
+        """Plays a turn; changes nothing of the episode, because a thread that is given up goes on in here."""
         reply = episode.environment.step(action)
         response = step_response(reply)
-        episode.turns += 1
-        if episode.turns >= episode.max_turns and not response.terminated:
-            response.truncated = True
-        episode.ended = response.terminated or response.truncated
         modes = reply[4].get("metrics_agg_mode")
         if modes and modes != self._known_modes:
             self._learn_aggregation(modes)
+        return response
+
+    def _ended_turn(self, episode: Episode, response: pb.StepResponse) -> pb.StepResponse:
+        episode.turns += 1
+        if episode.turns >= episode.max_turns and not response.terminated:
+            response.truncated = True
+        if response.terminated or response.truncated:
+            episode.ended = True
+            self.health.succeeded()
         return response
 
     def _failed_turn(self, episode: Episode, found: pb.EnvironmentFailure) -> pb.StepResponse:
@@ -174,20 +179,36 @@ class EnvironmentHost:
         async with self._drawings, episode.lock:
             result: pb.RenderResponse | pb.EnvironmentFailure | None = episode.lost
             if result is None:
-                result = await self._in_thread(lambda: draw(episode.environment, render_format), episode)
+                work = partial(draw, episode.environment, render_format)
+                result = await self._in_thread(work, episode, self._close_late(episode))
         if isinstance(result, pb.EnvironmentFailure):
             raise failed_drawing(self.registered.tag, f"{result.type}: {result.message}")
         return result
 
     async def close(self, episode: Episode) -> None:
         """Lets the environment free its resources, after what it is doing now. Failures are only logged."""
-        close = getattr(episode.environment, "close", None)
-        if callable(close):
+        if callable(getattr(episode.environment, "close", None)):
             async with episode.lock:
                 if episode.lost is None:
-                    await self._in_thread(close, episode)
+                    await self._in_thread(lambda: close_environment(episode.environment), episode)
 
-    async def _in_thread(self, work: Callable[[], T], episode: Episode | None = None) -> T | pb.EnvironmentFailure:
+    def _close_late(self, episode: Episode) -> Callable[[object], None]:
+        """Returns what closes an episode that was given up, once no thread is in its environment any more."""
+
+        def close(_: object) -> None:
+            task = asyncio.create_task(self._in_thread(lambda: close_environment(episode.environment)))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+        return close
+
+    def _close_late_start(self, started: object) -> None:
+        if isinstance(started, tuple):
+            self._close_late(started[0])(None)
+
+    async def _in_thread(
+        self, work: Callable[[], T], episode: Episode | None = None, late: Callable[[Any], None] | None = None
+    ) -> T | pb.EnvironmentFailure:
         """Runs work in a thread of this tag; whatever goes wrong is returned as a failure."""
 
         def guarded() -> T | pb.EnvironmentFailure:
@@ -198,7 +219,7 @@ class EnvironmentHost:
 
         timeout_s = self.registered.step_timeout_s
         try:
-            return await self._threads.run(guarded, timeout_s)
+            return await self._threads.run(guarded, timeout_s, late)
         except WorkTimeoutError:
             message = f"no answer within {timeout_s:g} s"
         except ThreadsHungError:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
+from rollwire.client.closing import close_environment
 from rollwire.client.description import describe
 from rollwire.client.results import InvalidResultError
 from rollwire.environment.options import OptionSchema
@@ -29,15 +31,19 @@ def describe_sample(
         options: Those of the configuration, checked.
 
     Returns:
-        The environment, never reset, and its description.
+        The environment, closed and never reset, and its description.
 
     Raises:
         UnusableError: It cannot be constructed, or breaks the rules of an environment.
     """
     try:
         sample = factory(**options)
-        limit = getattr(sample, "max_turns", None)
-        return sample, describe(tag, factory, sample, limit, schema.defaults(options))
+        try:
+            limit = getattr(sample, "max_turns", None)
+            return sample, describe(tag, factory, sample, limit, schema.defaults(options))
+        finally:
+            with suppress(Exception):  # it was never reset: some close nothing then, with an error
+                close_environment(sample)
     except InvalidResultError as error:
         raise UnusableError(f"{type_name} breaks the rules of an environment: {error}") from error
     except Exception as error:

@@ -189,3 +189,28 @@ async def test_the_log_holds_the_stack_trace_that_the_caller_does_not_get(
     assert "secret.txt" not in str(reply)
     assert "misbehave" in logged
     assert "misbehave" not in str(reply)
+
+
+@pytest.mark.parametrize(("how", "kind"), [("raise", ERROR), ("exit", ERROR), ("long", INVALID)])
+async def test_an_environment_that_fails_to_start_is_closed(
+    client: EnvironmentClient, opening: Opening, troublesome: Any, how: str, kind: int
+) -> None:
+    opened = await client.open_session(opening("Troublesome", start_with=how, start=7))
+    assert opened.failure.kind == kind
+    assert troublesome.log.count("closed at 7") == 1
+
+
+async def test_what_was_given_up_is_closed_when_it_comes_back(
+    client: EnvironmentClient, opening: Opening, troublesome: Any
+) -> None:
+    opened = await client.open_session(opening("Troublesome", start_with="hang", start=7))
+    assert opened.failure.kind == TIMEOUT
+    playing = await client.open_session(opening("Troublesome", start=20))
+    assert (await client.step(playing.session_id, 0, "hang")).failure.kind == TIMEOUT
+    await client.close_session(playing.session_id)
+    assert not {"closed at 7", "closed at 20", "closed at 21"} & set(troublesome.log)
+    troublesome.release.set()
+    async with asyncio.timeout(60):
+        while not {"closed at 7", "closed at 21"} <= set(troublesome.log):
+            await asyncio.sleep(0.01)
+    assert troublesome.log.count("closed at 7") == troublesome.log.count("closed at 21") == 1

@@ -220,6 +220,14 @@ async def test_closing_a_session_closes_its_environment(serve: Any, opening: Ope
         await until(lambda: note.exists() and note.read_text() == "closed in turn 1")
 
 
+async def test_an_environment_that_fails_to_start_is_closed(serve: Any, opening: Opening, tmp_path: Path) -> None:
+    async with serve(definitions=one()) as client:
+        note = tmp_path / "closed"
+        opened = await client.open_session(opening("Tag", note=str(note), start_with="raise"))
+        assert opened.failure.type == "ZeroDivisionError"
+        assert note.read_text() == "closed in turn 0"
+
+
 async def test_stopping_the_server_closes_environments(serve: Any, opening: Opening, tmp_path: Path, gone: Any) -> None:
     async with serve(definitions=one()) as client:
         for number in range(3):

@@ -263,6 +263,31 @@ async def test_an_environment_that_hangs_takes_its_thread_from_the_capacity(
         games.release.set()
 
 
+async def test_an_environment_that_fails_to_start_is_closed(serve: Serve, provide: Provide, games: ModuleType) -> None:
+    async with serve() as client, provide(client.target, {"Failing": games.Failing}):
+        await offered(client, "Failing")
+        opened = await client.open_session(opening("Failing", seed=7))
+        assert opened.failure.type == "ZeroDivisionError"
+        await until(lambda: games.log.count("closed at 7") == 1)
+
+
+async def test_what_was_given_up_is_closed_when_it_comes_back(
+    serve: Serve, provide: Provide, games: ModuleType
+) -> None:
+    async with serve(step_timeout_s=1) as client, provide(client.target, {"Failing": games.Failing}):
+        await offered(client, "Failing")
+        opened = await client.open_session(opening("Failing", seed=7, how="hang"))
+        assert opened.failure.kind == pb.ENVIRONMENT_FAILURE_KIND_TIMEOUT
+        playing = await client.open_session(opening("Failing", seed=20, how="turn"))
+        reply = await client.step(playing.session_id, 0, "hang")
+        assert reply.failure.kind == pb.ENVIRONMENT_FAILURE_KIND_TIMEOUT
+        await client.close_session(playing.session_id)
+        assert not {"closed at 7", "closed at 20", "closed at 21"} & set(games.log)
+        games.release.set()
+        await until(lambda: {"closed at 7", "closed at 21"} <= set(games.log))
+        assert games.log.count("closed at 7") == games.log.count("closed at 21") == 1
+
+
 async def test_a_server_that_takes_no_providers(serve: Serve, games: ModuleType) -> None:
     async with serve(max_providers=0) as client:
         with pytest.raises(RollwireError, match="takes 0 providers"):

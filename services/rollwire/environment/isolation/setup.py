@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Mapping
@@ -87,9 +86,4 @@ def try_out(setup: ProcessSetup, prepared: Prepared) -> pb.EnvironmentDescriptio
     Raises:
         UnusableError: It cannot be used.
     """
-    sample, description = describe_sample(setup.tag, setup.type, prepared.factory, prepared.schema, prepared.options)
-    with contextlib.suppress(Exception):  # it was never reset: some close nothing then, with an error
-        close = getattr(sample, "close", None)
-        if callable(close):
-            close()
-    return description
+    return describe_sample(setup.tag, setup.type, prepared.factory, prepared.schema, prepared.options)[1]

@@ -16,6 +16,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf import json_format
 
+from rollwire.client.closing import close_environment, closed_on_failure
 from rollwire.client.drawings import draw
 from rollwire.client.results import MAX_METRICS, aggregations, failure_of, start_response, step_response
 from rollwire.environment.isolation.frames import FrameReader, Kind, frame
@@ -84,7 +85,8 @@ class Worker:
     def _open(self, call: pb.SessionCall) -> pb.SessionReply:
         try:
             environment = self._construct(call.open)
-            response = start_response(environment.reset(call.open.seed), environment.max_turns)
+            with closed_on_failure(environment):
+                response = start_response(environment.reset(call.open.seed), environment.max_turns)
             self._environments[call.open.request_id] = environment
             return pb.SessionReply(call_id=call.call_id, open=response)
         except _RefusedOptionsError as error:
@@ -118,12 +120,10 @@ class Worker:
             return pb.SessionReply(call_id=call.call_id, error=unsupported)
 
     def _close(self, request: pb.CloseSessionRequest) -> pb.CloseSessionResponse:
-        close = getattr(self._environments.pop(request.session_id), "close", None)
-        if callable(close):
-            try:
-                close()
-            except BaseException as error:
-                self._failed(error)
+        try:
+            close_environment(self._environments.pop(request.session_id))
+        except BaseException as error:
+            self._failed(error)
         return pb.CloseSessionResponse()
 
     def _learn(self, modes: Any) -> None:

@@ -47,6 +47,22 @@ class Counting:
         log.append(f"closed at {self.count}")
 
 
+class Failing(Counting):
+    """Fails to start, or hangs until it is released."""
+
+    def __init__(self, how: str = "raise") -> None:
+        super().__init__()
+        self.how = how
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self.count = seed
+        if self.how == "raise":
+            raise ZeroDivisionError
+        if self.how == "hang":
+            release.wait(60)
+        return super().reset(seed)
+
+
 class Space:
     """A gymnasium-shaped environment: keyword-only seed, any info, a spec in place of `max_turns`."""
 
