@@ -85,8 +85,7 @@ class CheckpointCalls:
         try:
             loaded = await self._torch_thread.run(self._trainer.load_checkpoint, order, lineage)
         except BaseException:
-            if self._trainer.changed and not self._torch_thread.failed:
-                await self._training.start_lineage()
+            await self._training.start_lineage_if_changed()
             raise
         self._training.go_on_from(loaded)
         return loaded

@@ -40,7 +40,7 @@ from rollwire.serving.server import Readiness
 from rollwire.serving.weights import WeightsServicer
 from rollwire.v1 import learner_pb2, learner_pb2_grpc, weights_pb2
 
-_LOADING_RETRY_S = 1.0
+_NO_WEIGHTS_RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
                 grpc.StatusCode.UNAVAILABLE,
                 Reason.NO_WEIGHTS,
                 "the learner is still loading its model; wait until its health service says SERVING",
-                retry_after_s=_LOADING_RETRY_S,
+                retry_after_s=_NO_WEIGHTS_RETRY_S,
             )
         return self._loaded
 
@@ -249,6 +249,13 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
 
     def _score(self, loaded: _Loaded, request: learner_pb2.ScoreRequest) -> learner_pb2.ScoreResponse:
         trainer, model = loaded.trainer, request.model or learner_pb2.SCORED_MODEL_POLICY
+        if trainer.changed:
+            raise RollwireError(
+                grpc.StatusCode.UNAVAILABLE,
+                Reason.NO_WEIGHTS,
+                "a training step failed half way, and its weights have no version yet; ask again",
+                retry_after_s=_NO_WEIGHTS_RETRY_S,
+            )
         if model not in _models(trainer):
             present = ", ".join(learner_pb2.ScoredModel.Name(known) for known in _models(trainer))
             raise invalid_field(

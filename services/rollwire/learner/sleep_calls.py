@@ -57,13 +57,14 @@ class SleepCalls:
 
     async def _sleep(self) -> int:
         async with self._one:
-            if self.states.asleep:
+            if self._claim is None:
+                # Held until it wakes: a batch that is being sent when it falls asleep must not be trained.
+                self._claim = self._training.calls.hold("the learner is asleep")
+                self._freed_bytes = 0
+            if not self.states.fall_asleep():
                 return self._freed_bytes
-            # Held until it wakes: a batch that is being sent when it falls asleep must not be trained.
-            self._claim = self._training.calls.hold("the learner is asleep")
             try:
-                self.states.fall_asleep()
-                self._freed_bytes = await self._torch_thread.run(self._trainer.sleep)
+                self._freed_bytes += await self._torch_thread.run(self._trainer.sleep)
                 self.states.ended()
             except BaseException:
                 self.states.failed()
@@ -83,6 +84,7 @@ class SleepCalls:
                 raise
             assert self._claim is not None
             self._training.calls.release(self._claim)
+            self._claim = None
             _log.info("awake")
 
     async def _to_the_end(self, work: Coroutine[Any, Any, _Result]) -> _Result:

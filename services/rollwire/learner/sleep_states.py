@@ -1,9 +1,10 @@
 """The states of a learner whose device can be freed. Pure; the shell is `sleep_calls.py`.
 
     awake ──fall_asleep──► falling asleep ──ended──► asleep ──wake──► waking ──ended──► awake
-                                  └────failed────► asleep ◄────failed────┘
+                                  └───failed───► half asleep ◄───failed───┘
 
-A transition that fails leaves the learner asleep, for some of its memory may be on the host: `Wake` brings it all back.
+A transition that fails may leave some memory on the device and some on the host: the learner cannot compute, `Sleep` moves
+the rest to the host and `Wake` brings all of it back.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class SleepState(Enum):
     """In host memory."""
     WAKING = auto()
     """On its way to the device."""
+    HALF_ASLEEP = auto()
+    """Some of it here, some there: a transition failed."""
 
 
 class SleepStates:
@@ -55,11 +58,11 @@ class SleepStates:
 
     def fall_asleep(self) -> bool:
         """Begins to fall asleep; False if it is asleep already."""
-        return self._begin(SleepState.AWAKE, SleepState.FALLING_ASLEEP)
+        return self._begin(SleepState.ASLEEP, SleepState.FALLING_ASLEEP)
 
     def wake(self) -> bool:
         """Begins to wake; False if it is awake already."""
-        return self._begin(SleepState.ASLEEP, SleepState.WAKING)
+        return self._begin(SleepState.AWAKE, SleepState.WAKING)
 
     def ended(self) -> None:
         """The transition has succeeded."""
@@ -69,11 +72,11 @@ class SleepStates:
     def failed(self) -> None:
         """The transition has failed."""
         assert self.state in (SleepState.FALLING_ASLEEP, SleepState.WAKING)
-        self.state = SleepState.ASLEEP
+        self.state = SleepState.HALF_ASLEEP
 
-    def _begin(self, before: SleepState, then: SleepState) -> bool:
-        assert self.state in (SleepState.AWAKE, SleepState.ASLEEP), "transitions overlap"
-        if self.state is not before:
+    def _begin(self, reached: SleepState, then: SleepState) -> bool:
+        assert self.state not in (SleepState.FALLING_ASLEEP, SleepState.WAKING), "transitions overlap"
+        if self.state is reached:
             return False
         self.state = then
         return True

@@ -7,7 +7,7 @@ import contextvars
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rollwire.rpc.errors import Reason, RollwireError
 
@@ -35,23 +35,25 @@ class TorchThread:
         return self._failed is not None and self._failed.done()
 
     async def run(self, function: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T:
-        """Returns what the function returns.
+        """Returns what the function returns. If the caller goes away, it is not begun any more, or else runs to its end.
 
         Raises:
             RollwireError: INTERNAL / `RANK_FAILED`.
         """
-        loop = asyncio.get_running_loop()
         failed = self._failure()
         if failed.done():
             raise failed.result()
         context = contextvars.copy_context()  # what log lines are bound to
-        work = loop.run_in_executor(self._executor, functools.partial(context.run, function, *arguments, **named))
-        await asyncio.wait((work, failed), return_when=asyncio.FIRST_COMPLETED)
+        queued = self._executor.submit(functools.partial(context.run, function, *arguments, **named))
+        work = asyncio.wrap_future(queued)
+        work.add_done_callback(self._ended)
+        try:
+            await asyncio.wait((work, failed), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            queued.cancel()  # does nothing to what runs already
+            raise
         if not work.done():
             raise failed.result()
-        error = work.exception()
-        if isinstance(error, RollwireError) and error.reason == Reason.RANK_FAILED:
-            self.fail(error)
         return work.result()
 
     def fail(self, error: RollwireError) -> None:
@@ -67,6 +69,12 @@ class TorchThread:
             self._executor.shutdown(wait=False, cancel_futures=True)
         else:
             await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        """Sees to it that the failure of a rank is noticed also where nobody waits for the work any more."""
+        error = None if work.cancelled() else work.exception()
+        if isinstance(error, RollwireError) and error.reason == Reason.RANK_FAILED:
+            self.fail(error)
 
     def _failure(self) -> asyncio.Future[RollwireError]:
         if self._failed is None:

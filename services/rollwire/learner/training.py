@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from rollwire.learner.distributed import InterruptedWorkError
+from rollwire.learner.distributed import InterruptedWorkError, rank_failed
+from rollwire.learner.rank_watch import describe
 from rollwire.learner.requests import SequenceLimits, needed_fields, parse_header, parse_samples
 from rollwire.learner.step import StepSettings
 from rollwire.learner.torch_thread import TorchThread
@@ -111,9 +112,10 @@ class Training:
                 grpc.StatusCode.UNAVAILABLE, Reason.DRAINING, f"{error}; the step was abandoned"
             ) from error
         except BaseException:
-            if self._trainer.changed and not self._torch_thread.failed:
-                await self.start_lineage()
-            self.calls.release(claim)
+            try:
+                await self.start_lineage_if_changed()
+            finally:
+                self.calls.release(claim)
             raise
         self.manifest = done.manifest
         answer = learner_pb2.TrainResponse(version=version, metrics=done.metrics, digest=done.manifest.digest)
@@ -133,10 +135,21 @@ class Training:
         self.manifest = loaded.manifest
         self.calls.restore(loaded.manifest.version, loaded.calls)
 
-    async def start_lineage(self) -> None:
-        """Publishes weights that a failed step left between two versions as the first of another lineage."""
+    async def start_lineage_if_changed(self) -> None:
+        """Publishes weights that failed work left between two versions, if it did, as the first of another lineage.
+
+        Raises:
+            RollwireError: INTERNAL / `RANK_FAILED`: that failed as well, and the learner ends.
+        """
+        if not self._trainer.changed or self._torch_thread.failed:
+            return
         version = weights_pb2.WeightVersion(lineage=new_id("lineage"), step=0)
-        self.manifest = await self._torch_thread.run(self._trainer.publish, version)
+        try:
+            self.manifest = await self._torch_thread.run(self._trainer.publish, version)
+        except Exception as error:
+            if not self._torch_thread.failed:  # nobody could tell what a learner without a version trains
+                self._torch_thread.fail(rank_failed(describe(0, error)))
+            raise
         self._trainer.changed = False
         self.calls.restart(version)
         _log.error("the weights changed half way; the learner began another lineage", version=version_text(version))

@@ -104,6 +104,41 @@ async def test_without_memory_the_learner_stays_asleep_and_wakes_later(
         await train(client, batch())
 
 
+async def test_a_sleep_that_failed_is_done_again_when_it_is_asked_for_again(
+    connect: Connect, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or else a rollout server would be told that the device is free while it is not."""
+    plain, calls = DeviceMemory._to_host, []
+
+    def full(memory: DeviceMemory) -> None:
+        raise MemoryError("no host memory")
+
+    def counted(memory: DeviceMemory) -> None:
+        calls.append(memory)
+        plain(memory)
+
+    async with connect() as client:
+        monkeypatch.setattr(DeviceMemory, "_to_host", full)
+        with pytest.raises(RollwireError) as caught:
+            await client.sleep(SLEEP)
+        assert caught.value.reason == Reason.INTERNAL
+        assert (await client.get_info()).asleep, "some of its memory may be on the host"
+
+        monkeypatch.setattr(DeviceMemory, "_to_host", counted)
+        for _ in range(2):
+            await client.sleep(SLEEP)
+            assert len(calls) == 1
+        await client.wake(WAKE)
+        await train(client, batch())
+
+
+async def test_an_export_is_written_while_asleep(connect: Connect) -> None:
+    async with connect() as client:
+        await client.sleep(SLEEP)
+        exported = await client.export(learner_pb2.ExportRequest(fence=FENCE, name="asleep"))
+        assert exported.bytes > 0
+
+
 async def test_an_old_epoch_cannot_put_it_to_sleep(connect: Connect) -> None:
     async with connect() as client:
         newer = trajectory_pb2.Fence(run_id="run", epoch=2)

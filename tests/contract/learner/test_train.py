@@ -11,6 +11,7 @@ import pytest
 
 from rollwire.client.weights import WeightsClient
 from rollwire.learner import training
+from rollwire.learner.torch_thread import TorchThread
 from rollwire.learner.trainer import Trainer
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.v1 import learner_pb2, weights_pb2
@@ -253,6 +254,62 @@ async def test_a_step_that_fails_half_way_begins_another_lineage(
         old = await header(client, base_version=before.version)
         await refused(client.train(old, batch()), Reason.WRONG_VERSION, grpc.StatusCode.FAILED_PRECONDITION)
         assert (await client.train(await header(client), batch())).version.step == 1
+
+
+async def test_a_learner_that_cannot_name_its_weights_ends(
+    connect: Connect, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I3: without a version nothing may be trained, scored or saved any more; it must not wait for ever either."""
+
+    def full(trainer: Trainer, version: weights_pb2.WeightVersion) -> Any:
+        raise MemoryError("no room")
+
+    async with connect() as client:
+        monkeypatch.setattr(Trainer, "publish", full)
+        cause = "rank 0 of the learner failed: MemoryError: no room; the learner ends, start it again"
+        await refused(client.train(await header(client), batch()), Reason.INTERNAL, grpc.StatusCode.INTERNAL)
+        async with asyncio.timeout(30):
+            while await client.is_ready():
+                await asyncio.sleep(0.02)
+        for call in (
+            client.train(await header(client), batch()),
+            client.save_checkpoint(learner_pb2.SaveCheckpointRequest(fence={"run_id": "run", "epoch": 1}, name="a")),
+            anext(aiter(client.score(batch(), 1.0))),
+        ):
+            error = await refused(call, Reason.RANK_FAILED, grpc.StatusCode.INTERNAL)
+            assert error.message == cause
+
+
+async def test_nothing_is_scored_between_a_failed_step_and_the_new_lineage(
+    connect: Connect, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I3: a score that waits behind the step must not be told as one of the version before it."""
+    queued = asyncio.Event()
+    plain = TorchThread.run
+
+    async def run(thread: TorchThread, function: Callable[..., Any], *arguments: Any) -> Any:
+        if function.__name__ == "_score":
+            asyncio.get_running_loop().call_soon(queued.set)
+        return await plain(thread, function, *arguments)
+
+    slow = SlowTrainer(monkeypatch)
+    monkeypatch.setattr(TorchThread, "run", run)
+    monkeypatch.setattr(Trainer, "publish", _fails_at(Trainer.publish, step=1))
+    async with connect() as client:
+        before = await client.get_info()
+        step = asyncio.create_task(client.train(await header(client), batch()))
+        await asyncio.to_thread(slow.began.wait, 30)
+        score = asyncio.create_task(anext(aiter(client.score(batch(), 1.0))))
+        await asyncio.wait_for(queued.wait(), 30)
+        slow.go_on.set()
+        await refused(step, Reason.INTERNAL, grpc.StatusCode.INTERNAL)
+        error = await refused(score, Reason.NO_WEIGHTS, grpc.StatusCode.UNAVAILABLE)
+        assert error.retry_after_s is not None
+        async with asyncio.timeout(30):
+            while (await client.get_info()).version == before.version:
+                await asyncio.sleep(0.02)
+        scored = await anext(aiter(client.score(batch(), 1.0)))
+        assert scored.version == (await client.get_info()).version
 
 
 def _raises(*arguments: Any) -> Any:

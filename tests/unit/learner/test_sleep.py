@@ -27,15 +27,18 @@ def test_a_learner_falls_asleep_and_wakes() -> None:
 
 
 @pytest.mark.parametrize("waking", [False, True])
-def test_a_transition_that_fails_leaves_it_asleep_and_it_can_wake(waking: bool) -> None:
+@pytest.mark.parametrize("wakes", [False, True])
+def test_a_transition_that_fails_leaves_it_half_asleep_from_where_it_can_do_both(waking: bool, wakes: bool) -> None:
     states = SleepStates()
     states.fall_asleep()
     if waking:
         states.ended()
         states.wake()
     states.failed()
-    assert states.state is SleepState.ASLEEP
-    assert states.wake()
+    assert states.asleep
+    assert states.wake() if wakes else states.fall_asleep()
+    states.ended()
+    assert states.state is (SleepState.AWAKE if wakes else SleepState.ASLEEP)
 
 
 def test_only_an_awake_learner_computes() -> None:
