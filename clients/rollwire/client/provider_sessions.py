@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -118,9 +119,11 @@ class ProviderSessions:
         self._dispose(*self._table.close_all())
 
     async def closed(self) -> None:
-        """Waits until environments that are being closed have been."""
-        if self._closing:
-            await asyncio.wait(set(self._closing), timeout=_CLOSE_TIMEOUT_S)
+        """Waits until environments that are being closed have been, and those that were just being started."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                while pending := {*self._closing, *self._under_way.values()}:
+                    await asyncio.wait(pending)
 
     async def _open(self, request: pb.OpenSessionRequest, timeout_s: float) -> pb.OpenSessionResponse:
         environment = self._environments.get(request.environment_tag)
@@ -183,20 +186,21 @@ class ProviderSessions:
             admission, session = self._table.begin_turn(request.session_id, request.turn)
         except SessionError as error:
             raise refusal(error, request.turn) from error
-        if admission is Admission.REPEAT and session.reply is not None:
-            return session.reply
         if admission is Admission.RUN and session.opened is not None:
             game = session.opened
             if game.lock.locked() or game.hung is not None:
                 self._run(session, self._play_later(session, game, request.action, timeout_s))
             else:
-                self._under_way[session] = game.turn = self._play(session, game, request.action, timeout_s)
+                self._play(session, game, request.action, timeout_s)
+        if session.reply is not None:  # played before; or every thread hangs, and it has failed at once
+            return session.reply
         response: pb.StepResponse = await asyncio.shield(self._under_way[session])
         return response
 
-    def _play(self, session: _Session, game: _Game, action: str, timeout_s: float) -> asyncio.Future[pb.StepResponse]:
+    def _play(self, session: _Session, game: _Game, action: str, timeout_s: float) -> None:
         """Has a thread play a turn; most turns come through here, so no task is made."""
         outcome: asyncio.Future[pb.StepResponse] = asyncio.get_running_loop().create_future()
+        self._under_way[session] = game.turn = outcome
 
         def done(found: pb.StepResponse | pb.EnvironmentFailure | None, error: BaseException | None) -> None:
             game.turn = None
@@ -208,7 +212,6 @@ class ProviderSessions:
 
         work = _guarded(lambda: play_turn(game.environment, action))
         self._threads.submit(work, timeout_s, done, lambda _: self._close_late(game.environment))
-        return outcome
 
     async def _play_later(self, session: _Session, game: _Game, action: str, timeout_s: float) -> pb.StepResponse:
         """Plays a turn after what uses the environment now."""

@@ -198,6 +198,12 @@ class ProviderConnection:
             raise RollwireError(grpc.StatusCode.DEADLINE_EXCEEDED, Reason.TRANSPORT, message) from error
         except asyncio.InvalidStateError as error:  # writing to a call that has ended
             raise await _ended(call, status) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if not call.cancelled() or task is None or task.cancelling():
+                raise
+            message = f"the server did not end the stream within {_END_TIMEOUT_S:g} s"  # `_drain` has cut it
+            raise RollwireError(grpc.StatusCode.CANCELLED, Reason.TRANSPORT, message) from error
         finally:
             if self._lease_s and helpers:
                 self._connected_at_s = time.monotonic()

@@ -10,8 +10,9 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
-from rollwire.client import serve_environment_async
+from rollwire.client import provider_stream, serve_environment_async
 from rollwire.client.environment import EnvironmentClient
 from rollwire.compliance.proxy import tcp_proxy
 from rollwire.environment.service import EnvironmentServer
@@ -24,6 +25,7 @@ from rollwire.v1 import environment_pb2_grpc as pb_grpc
 from tests.contract.providers.conftest import LIMIT_S, Provide, Serve, gone, offered, opening, until
 
 LOST = pb.ENVIRONMENT_FAILURE_KIND_LOST
+_TIME = Duration(seconds=60)
 
 
 class RawProvider:
@@ -292,6 +294,40 @@ async def test_a_server_that_takes_no_providers(serve: Serve, games: ModuleType)
     async with serve(max_providers=0) as client:
         with pytest.raises(RollwireError, match="takes 0 providers"):
             await serve_environment_async(client.target, {"Count": games.Counting}, give_up_after_s=0)
+
+
+class NeverEnding(pb_grpc.EnvironmentServiceServicer):
+    """Welcomes a provider and opens a session, then does nothing more: a server that was stopped, or a network cut."""
+
+    async def Attach(self, requests: AsyncIterator[pb.AttachRequest], context: Any) -> AsyncIterator[pb.AttachResponse]:
+        first = await anext(requests)
+        welcome = pb.AttachResponse(welcome=pb.ProviderWelcome())
+        welcome.welcome.lease.FromSeconds(60)
+        yield welcome
+        opening = pb.OpenSessionRequest(request_id="one", environment_tag=first.hello.environments[0].tag)
+        yield pb.AttachResponse(calls=pb.ProviderCalls(calls=[pb.SessionCall(call_id=1, timeout=_TIME, open=opening)]))
+        await asyncio.Event().wait()
+
+
+async def test_a_provider_stops_although_its_server_does_not_answer(
+    games: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider_stream, "_END_TIMEOUT_S", 0.1)
+    server = grpc.aio.server()
+    pb_grpc.add_EnvironmentServiceServicer_to_server(NeverEnding(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    stop = asyncio.Event()
+    target, provided = f"127.0.0.1:{port}", {"Count": games.Counting}
+    serving_it = asyncio.create_task(serve_environment_async(target, provided, stop=stop, drain_timeout_s=0))
+    try:
+        await until(lambda: "reset 0" in games.log)
+        stop.set()
+        async with asyncio.timeout(LIMIT_S):
+            await serving_it
+        assert games.log.count("closed at 0") == 2  # the sample and the session
+    finally:
+        await server.stop(0)
 
 
 async def test_a_server_that_shuts_down_does_not_wait_for_its_providers(provide: Provide, games: ModuleType) -> None:
