@@ -184,6 +184,11 @@ async def test_damage_of_one_ranks_shard_is_named_and_changes_nothing(root: Path
         with pytest.raises(RollwireError, match=f"checkpoint zero is damaged: {shard.name} is missing") as raised:
             await sharded.load("zero")
         assert raised.value.reason == "CHECKPOINT_CORRUPT"
+        zero = await sharded.save("whole")
+        (zero / "state.json").write_bytes((zero / "state.json").read_bytes()[:-9])  # one rank compares it, all read it
+        with pytest.raises(RollwireError, match=r"checkpoint whole is damaged: state\.json has") as raised:
+            await sharded.load("whole")
+        assert raised.value.reason == "CHECKPOINT_CORRUPT"
         assert (await sharded.client.get_info()).digest == digest
         await sharded.train(2)
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from rollwire.learner.checkpoint_files import CheckpointDirectory, describe_file, read_state, write_state
+from rollwire.learner.checkpoint_files import CheckpointDirectory, describe_file, write_state
 from rollwire.learner.checkpoint_manifest import Manifest, corrupt, new_manifest, storage_failed
 from rollwire.learner.checkpoint_state import (
     TrainedModel,
@@ -125,7 +125,8 @@ def load(
         manifest = directory.read(order.name)
     with _together(ranks, order.name):
         directory.check(manifest, ranks.rank, ranks.size)
-        state = read_state(directory.path(order.name))
+    with _together(ranks, order.name):  # a rank that reads a file has not compared it itself
+        state = directory.read_state(order.name)
         if order.version.lineage and order.version != manifest.version:
             raise _mismatch(order.name, f"it holds {version_text(manifest.version)}, not {version_text(order.version)}")
     why = difference(models, state)
@@ -186,32 +187,46 @@ def _write(
     with _together(ranks, order.name):
         if ranks.rank == 0:
             manifest = directory.publish(manifest)
-            if order.keep:
-                directory.prune(order.run_id, order.keep)
+            _prune(directory, order)
     found: Manifest = ranks.gather(manifest)[0]
     return found
 
 
+def _prune(directory: CheckpointDirectory, order: SaveOrder) -> None:
+    """Removes older checkpoints; what cannot be removed does not make the new one a failure."""
+    if not order.keep:
+        return
+    try:
+        directory.prune(order.run_id, order.keep, newest=order.name)
+    except OSError as error:
+        _log.warning("an older checkpoint cannot be removed", directory=order.root, error=str(error))
+
+
 def _existing(directory: CheckpointDirectory, order: SaveOrder) -> Manifest | None:
     """Returns the checkpoint that is wanted if it is there already and intact; None if it is to be written."""
-    if not directory.path(order.name).exists():
+    path = directory.path(order.name)
+    if not path.exists():
         return None
+    if not path.is_dir():
+        raise _taken(order.name, f"{path} exists and is no directory")
     try:
         manifest = directory.read(order.name)
         if manifest.version == order.version:
             directory.check(manifest)
     except RollwireError as error:
+        if error.reason != Reason.CHECKPOINT_CORRUPT:
+            raise _taken(order.name, f"{path} exists, and what it holds is not known: {error.message}") from error
         _log.warning("a damaged checkpoint is replaced", name=order.name, damage=error.message)
         return None
     if manifest.version != order.version:
-        raise precondition(
-            Reason.ALREADY_EXISTS,
-            f"the checkpoint {order.name} exists and holds {version_text(manifest.version)} instead of "
-            f"{version_text(order.version)}; choose another name",
-            name=order.name,
-            version=version_text(manifest.version),
-        )
+        held = version_text(manifest.version)
+        what = f"the checkpoint {order.name} exists and holds {held} instead of {version_text(order.version)}"
+        raise _taken(order.name, what, version=held)
     return manifest
+
+
+def _taken(name: str, what: str, **metadata: str) -> RollwireError:
+    return precondition(Reason.ALREADY_EXISTS, f"{what}; choose another name", name=name, **metadata)
 
 
 @contextmanager

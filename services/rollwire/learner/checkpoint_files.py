@@ -25,6 +25,7 @@ from rollwire.rpc.errors import Reason, RollwireError, not_found
 
 STATE: Final = "state.json"
 _SUFFIX: Final = ".partial"
+_TENSORS: Final = ".safetensors"
 _SHOWN_NAMES: Final = 10
 
 
@@ -122,9 +123,12 @@ class CheckpointDirectory:
         """Compares files with the manifest; several ranks divide them by share.
 
         Raises:
-            RollwireError: DATA_LOSS / `CHECKPOINT_CORRUPT` that names the first file that is missing, short or changed.
+            RollwireError: DATA_LOSS / `CHECKPOINT_CORRUPT` that names the first file that is missing, short or changed,
+                or that has tensors and is not in the manifest.
         """
         directory = self.path(manifest.name)
+        if share == 0:
+            self._refuse_foreign(manifest)
         for file, entry in sorted(manifest.files.items())[share::shares]:
             try:
                 size = (directory / file).stat().st_size
@@ -138,8 +142,32 @@ class CheckpointDirectory:
             if found != entry:
                 raise corrupt(manifest.name, file, "was changed: its SHA-256 is another one")
 
-    def prune(self, run_id: str, keep: int) -> list[str]:
-        """Removes all complete checkpoints of a run but the `keep` written last, >= 1; returns their names."""
+    def read_state(self, name: str) -> dict[str, Any]:
+        """Returns what `write_state` wrote; the file was compared with its digest before.
+
+        Raises:
+            RollwireError: DATA_LOSS / `CHECKPOINT_CORRUPT`.
+        """
+        try:
+            found: dict[str, Any] = json.loads((self.path(name) / STATE).read_bytes())
+        except OSError as error:
+            raise corrupt(name, STATE, f"cannot be read ({error.strerror})") from error
+        return found
+
+    def _refuse_foreign(self, manifest: Manifest) -> None:
+        """Refuses tensors that the manifest does not know: whoever reads the directory would take them for its own."""
+        for path in sorted(self.path(manifest.name).glob(f"*{_TENSORS}")):
+            if path.name not in manifest.files:
+                raise corrupt(manifest.name, path.name, "is not in its manifest; remove that file")
+
+    def prune(self, run_id: str, keep: int, newest: str) -> list[str]:
+        """Removes all complete checkpoints of a run but the `keep` written last, >= 1; returns their names.
+
+        Args:
+            run_id: The run.
+            keep: How many stay.
+            newest: The one written last, which stays whatever the clock said when the others were written.
+        """
         found = []
         for name in self.names():
             try:
@@ -147,8 +175,8 @@ class CheckpointDirectory:
             except RollwireError:
                 continue  # not ours to judge
             if manifest.run_id == run_id:
-                found.append((manifest.written_ns, name))
-        old = [name for _, name in sorted(found)[:-keep]]
+                found.append((name == newest, manifest.written_ns, name))
+        old = [name for _, _, name in sorted(found)[:-keep]]
         for name in old:
             self.remove(name)
         return old
@@ -181,12 +209,6 @@ def describe_file(path: Path) -> FileEntry:
 def write_state(directory: Path, state: Mapping[str, Any]) -> None:
     """Writes what is no tensor, durably."""
     _write_durably(directory / STATE, json.dumps(state, separators=(",", ":"), allow_nan=False).encode())
-
-
-def read_state(directory: Path) -> dict[str, Any]:
-    """Returns what `write_state` wrote; the file was compared with its digest before."""
-    found: dict[str, Any] = json.loads((directory / STATE).read_bytes())
-    return found
 
 
 def sync_directory(path: Path) -> None:

@@ -72,7 +72,9 @@ def divergence(estimator: KlEstimator, logprobs_N: Tensor, reference_N: Tensor) 
         return d
     if estimator is KlEstimator.K2:
         return 0.5 * d.square()
-    return torch.expm1((-d).clamp(max=MAX_LOG_RATIO)) + d
+    # Beyond the bound there is no gradient: the second term alone would have one, and it points away from the reference.
+    bounded = d.clamp(min=-MAX_LOG_RATIO)
+    return torch.expm1(-bounded) + bounded
 
 
 def micro_batch_loss(

@@ -54,6 +54,10 @@ class Sharding:
         result: _T = compute() if self._root is None else self._root(compute)
         return result
 
+    def outermost(self, model: nn.Module) -> Any:
+        """Returns the module to move when the model is to move: what shards it must learn where the shards are then."""
+        return model if self._root is None else self._root
+
     def expect_backward(self, *, last: bool) -> None:
         """Tells that a backward pass comes, and whether it is the last one before the gradients are used."""
         if self._root is None:

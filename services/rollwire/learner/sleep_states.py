@@ -3,8 +3,8 @@
     awake ──fall_asleep──► falling asleep ──ended──► asleep ──wake──► waking ──ended──► awake
                                   └───failed───► half asleep ◄───failed───┘
 
-A transition that fails may leave some memory on the device and some on the host: the learner cannot compute, `Sleep` moves
-the rest to the host and `Wake` brings all of it back.
+A transition that fails may leave some memory on the device and some on the host: the learner cannot compute, `Sleep`
+moves the rest to the host and `Wake` brings all of it back.
 """
 
 from __future__ import annotations

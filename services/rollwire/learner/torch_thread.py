@@ -35,7 +35,7 @@ class TorchThread:
         return self._failed is not None and self._failed.done()
 
     async def run(self, function: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T:
-        """Returns what the function returns. If the caller goes away, it is not begun any more, or else runs to its end.
+        """Returns what the function returns. If the caller goes away, it is not begun, or else runs to its end.
 
         Raises:
             RollwireError: INTERNAL / `RANK_FAILED`.

@@ -106,9 +106,13 @@ class Trainer:
         )
         self._models = _trained_models(policy, self._optimizer, critic, self._critic_optimizer)
         # With offloading all of it is in host memory anyway.
-        moving = [] if config.learner.cpu_offload else self._models
+        networks: list[Policy | Critic] = [policy] if critic is None else [policy, critic]
+        moving = [] if config.learner.cpu_offload else networks
         self._memory = DeviceMemory(
-            [item.model for item in moving], [item.optimizer.adamw for item in moving], policy.device, self.ranks
+            [network.sharding.outermost(network.model) for network in moving],
+            [item.optimizer.adamw for item in self._models if moving],
+            policy.device,
+            self.ranks,
         )
         self._budget = Budget(
             config.learner.micro_batch_tokens,

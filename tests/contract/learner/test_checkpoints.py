@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 from rollwire.client.learner import LearnerClient
+from rollwire.learner.checkpoint_files import CheckpointDirectory
 from rollwire.rpc.errors import RollwireError
 from rollwire.v1 import learner_pb2, trajectory_pb2, weights_pb2
 
@@ -258,6 +259,53 @@ async def test_a_damaged_checkpoint_is_written_again(connect: Callable) -> None:
         _flip(path / "state.json")
         await save(client, "zero")
         await load(client, "zero")
+
+
+async def test_foreign_tensors_in_the_directory_are_named_and_not_loaded(connect: Callable, batch: Batch) -> None:
+    """Whoever reads the directory takes all files with tensors for the checkpoint's."""
+    async with connect() as client:
+        zero = Path((await save(client, "zero")).path)
+        before = await client.get_info()
+        digest = await train(client, batch(1))
+        one = Path((await save(client, "one")).path)
+        shutil.copy(next(one.glob("*.safetensors")), zero / "zzz.safetensors")
+        with pytest.raises(RollwireError, match=r"zero is damaged: zzz\.safetensors is not in its manifest") as raised:
+            await load(client, "zero")
+        assert raised.value.reason == "CHECKPOINT_CORRUPT"
+        assert (await client.get_info()).digest == digest
+        (zero / "zzz.safetensors").unlink()
+        assert (await load(client, "zero")).digest == before.digest
+
+
+async def test_what_another_build_or_somebody_else_wrote_is_not_replaced(
+    connect: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with connect() as client:
+        with monkeypatch.context() as newer:
+            newer.setattr("rollwire.learner.checkpoint_manifest.FORMAT", 2)
+            root = Path((await save(client, "newer")).path).parent
+        (root / "file").write_text("mine")
+        for name, why in (("newer", "has format 2"), ("file", "is no directory")):
+            with pytest.raises(RollwireError, match=f"{name} exists.*{why}.*; choose another name") as raised:
+                await save(client, name)
+            assert raised.value.reason == "ALREADY_EXISTS"
+        assert (root / "file").read_text() == "mine"
+        assert '"format": 2' in (root / "newer" / "manifest.json").read_text()
+
+
+async def test_an_older_one_that_cannot_be_removed_does_not_make_the_new_one_fail(
+    connect: Callable, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(directory: CheckpointDirectory, *arguments: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    async with connect() as client:
+        root = Path((await save(client, "zero")).path).parent
+        await train(client, batch())
+        monkeypatch.setattr(CheckpointDirectory, "remove", refused)
+        assert (await save(client, "one", keep=1)).version.step == 1
+        assert sorted(path.name for path in root.iterdir()) == ["one", "zero"]
+        await load(client, "one")
 
 
 async def test_the_last_ones_of_the_run_are_kept(connect: Callable, batch: Batch) -> None:

@@ -55,10 +55,31 @@ def test_the_newest_ones_of_a_run_stay_whatever_their_names(directory: Checkpoin
     for name in ("z", "b", "a"):
         write(directory, name)
     write(directory, "other", run_id="another-run")
-    assert directory.prune("run", 2) == ["z"]
+    assert directory.prune("run", 2, newest="a") == ["z"]
     assert directory.names() == ["a", "b", "other"]
-    assert directory.prune("run", 1) == ["b"]
-    assert directory.prune("run", 1) == []
+    assert directory.prune("run", 1, newest="a") == ["b"]
+    assert directory.prune("run", 1, newest="a") == []
+
+
+def test_the_one_written_last_stays_although_the_clock_was_set_back(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(directory, "one")
+    write(directory, "two")
+    monkeypatch.setattr("rollwire.learner.checkpoint_manifest.time.time_ns", lambda: 1)
+    write(directory, "three")
+    assert directory.prune("run", 2, newest="three") == ["one"]
+    assert directory.names() == ["three", "two"]
+
+
+def test_tensors_that_the_manifest_does_not_know_are_refused(directory: CheckpointDirectory) -> None:
+    write(directory, "one")
+    (directory.path("one") / "notes.txt").write_text("mine")
+    directory.check(directory.read("one"))
+    (directory.path("one") / "copy-of-shard.safetensors").write_bytes(b"")
+    with pytest.raises(RollwireError, match=r"damaged: copy-of-shard\.safetensors is not in its manifest") as raised:
+        directory.check(directory.read("one"))
+    assert raised.value.reason == "CHECKPOINT_CORRUPT"
 
 
 def test_a_damaged_one_is_replaced_as_a_whole(directory: CheckpointDirectory) -> None:

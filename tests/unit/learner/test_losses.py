@@ -123,6 +123,20 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token() -> None:
 
 
 @pytest.mark.parametrize("estimator", list(KlEstimator))
+@pytest.mark.parametrize("d", [-60.0, -21.0, -19.0, -1.0, 1.0, 30.0])
+def test_no_divergence_pushes_a_token_away_from_the_reference(estimator: KlEstimator, d: float) -> None:
+    logprob = torch.tensor([d], requires_grad=True)
+    value = divergence(estimator, logprob, torch.zeros(1))
+    gradient = torch.autograd.grad(value.sum(), logprob)[0].item()
+    assert value.isfinite()
+    if estimator is KlEstimator.K1:
+        assert gradient == 1
+    else:
+        assert gradient * d >= 0
+        assert gradient != 0 or d < -20
+
+
+@pytest.mark.parametrize("estimator", list(KlEstimator))
 def test_the_mean_of_every_estimator_but_k2_is_the_divergence(estimator: KlEstimator) -> None:
     policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     reference = torch.tensor([0.45, 0.35, 0.2], dtype=torch.float64)
