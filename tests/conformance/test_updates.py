@@ -48,8 +48,8 @@ async def test_generations_while_versions_change(bench: Any, mode: int) -> None:
         for _ in range(4):
             manifest, answer = await bench.update(mode, 0.01)
             assert answer.digest == manifest.digest
-            # Long enough for some answers under this version alone.
-            await asyncio.sleep(0.2)
+            # Enough for answers under this version alone.
+            await bench.drawn(2 * TOKENS)
     reasons = {reason for _, reason in answers}
     versions = [[span.version.step for span in sequence.version_spans] for sequence, _ in answers]
     assert {step for steps in versions for step in steps} >= {first, first + 1, first + 2}
@@ -75,8 +75,8 @@ async def test_episodes_while_versions_change(bench: Any, mode: int) -> None:
     first = len(bench.learner.models) - 1
     playing = [asyncio.create_task(bench.play(sampling_seed=seed, environment_seed=seed)) for seed in range(3)]
     for _ in range(4):
+        await bench.drawn(200, playing)
         await bench.update(mode, 0.01)
-        await asyncio.wait(playing, timeout=0.3)
     results = [result for task in playing for result in await task]
     assert len(results) == 3 * 8
     played = [result.trajectory for result in results if result.HasField("trajectory")]

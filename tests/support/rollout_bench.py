@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -141,6 +141,14 @@ class Bench:
             sequence.version_spans.add(range=span, version=piece.version)
         assert reason != trajectory_pb2.STOP_REASON_UNSPECIFIED
         return sequence, reason
+
+    async def drawn(self, tokens: int, unless: Sequence[asyncio.Task[Any]] = ()) -> None:
+        """Waits until the engine has drawn so many more tokens, or all of some tasks have ended."""
+        before = (await self.client.get_info()).generated_tokens
+        while (await self.client.get_info()).generated_tokens < before + tokens:
+            if unless and all(task.done() for task in unless):
+                return
+            await asyncio.sleep(0.005)
 
     async def play(self, **changes: Any) -> list[rollout_pb2.RunGroupResponse]:
         """Plays a group of FrozenLake episodes; returns the results in the order of the episodes."""

@@ -144,15 +144,16 @@ async def test_not_while_a_version_is_being_staged(serve: Any) -> None:
 async def test_an_update_that_overtakes_a_check_is_no_mismatch(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serve() as bench:
         engine = engine_of(bench)
-        read, updated = engine.held_digest, asyncio.Event()
+        read, reading, updated = engine.held_digest, asyncio.Event(), asyncio.Event()
 
         async def late() -> bytes:
+            reading.set()
             await updated.wait()
             return await read()
 
         monkeypatch.setattr(engine, "held_digest", late)
         check = asyncio.create_task(refused(bench))
-        await asyncio.sleep(0.1)
+        await reading.wait()
         await bench.update(1)
         updated.set()
         assert (await check).reason == Reason.UPDATE_IN_PROGRESS

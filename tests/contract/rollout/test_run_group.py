@@ -72,7 +72,7 @@ async def test_a_group_is_played_to_its_end(serve: Any) -> None:
             spent = trajectory.environment_duration.ToNanoseconds() + trajectory.generation_duration.ToNanoseconds()
             assert 0 < spent <= trajectory.duration.ToNanoseconds()
         assert info.running_episodes == 0
-        await asyncio.sleep(0.05)
+        await bench.server._opener.finish()
         assert not bench.environments.sessions and len(bench.environments.closed) == 3
         assert {request.seed for request in bench.environments.opened} == {11}
 
@@ -149,7 +149,7 @@ async def test_a_failed_environment_is_a_failure_and_never_a_reward(serve: Any, 
         bench.environments.script.fail_open = 1
         (failure, *_) = failures(await bench.play())
         assert failure.reason == reason and failure.turn == 0 and failure.message == "Boom: cannot start"
-        await asyncio.sleep(0.05)
+        await bench.server._opener.finish()
         assert not bench.environments.sessions
 
 
@@ -338,13 +338,15 @@ async def test_turns_that_new_weights_cut_are_drawn_again_under_one_version(serv
     async with serve() as bench:
         bench.server._servicer.parts.updater._drain_s = 0.0
         bench.environments.script.step_s = 0.02
-        bench.environments.script.turns = 8
+        bench.environments.script.never_ends = True
+        bench.environments.script.max_turns = 100
         sampling = trajectory_pb2.SamplingSettings(max_tokens=8, stop_token_ids=[0])
         playing = asyncio.create_task(bench.play(sampling=sampling))
         await bench.environments.stepped.wait()
         for step in (1, 2, 3):
             await asyncio.sleep(0.03)
             await bench.update(step)
+        bench.environments.script.never_ends = False
         played = trajectories(await playing)
         assert len(played) == 3
         seen: set[int] = set()
@@ -388,7 +390,7 @@ async def test_a_bug_in_the_episode_loop_is_a_failure_with_an_incident(
         for failure in failures(results):
             assert failure.reason == trajectory_pb2.FAILURE_REASON_GENERATION_ERROR
             assert "incident-" in failure.message
-        await asyncio.sleep(0.05)
+        await bench.server._opener.finish()
         assert not bench.environments.sessions
 
 

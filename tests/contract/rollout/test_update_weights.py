@@ -330,6 +330,7 @@ async def test_a_caller_that_gives_up_does_not_stop_the_update(serve: Any) -> No
 
 async def test_running_generations_finish_under_the_old_version(serve: Any) -> None:
     async with serve() as bench:
+        bench.server._servicer.parts.updater._drain_s = 60.0
         running = asyncio.create_task(sample(bench, max_tokens=300))
         while (await bench.client.get_info()).generated_tokens == 0:
             await asyncio.sleep(0.001)

@@ -187,7 +187,7 @@ async def test_closing_the_iterator_aborts_and_frees_the_slot(make_model: Callab
         stream = engine.generate(GenerationRequest([5], sampling(100, stop_token_ids=frozenset()), 0, 120, stream=True))
         await anext(stream)
         await stream.aclose()
-        piece = await asyncio.wait_for(complete(engine, GenerationRequest([6], sampling(2), 1, 100)), 5)
+        piece = await asyncio.wait_for(complete(engine, GenerationRequest([6], sampling(2), 1, 100)), 30)
         assert piece.token_ids
         assert engine.generated_tokens < 100
 
