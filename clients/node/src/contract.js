@@ -51,7 +51,7 @@ export function toStruct(object) {
 function toValue(value) {
   if (value === null || value === undefined) return { nullValue: 0 };
   if (typeof value === 'number') return { numberValue: value };
-  if (typeof value === 'string') return { stringValue: value };
+  if (typeof value === 'string') return { stringValue: value.toWellFormed() };
   if (typeof value === 'boolean') return { boolValue: value };
   if (Array.isArray(value)) return { listValue: { values: value.map(toValue) } };
   return { structValue: toStruct(value) };

@@ -3,6 +3,7 @@
 import { MAX_METRICS, METRIC_NAME, MIB } from './contract.js';
 
 const MAX_FAILURE_CHARACTERS = 1000;
+const MODES = ['mean', 'sum', 'last', 'first', 'max', 'min'];
 const PATHS = /(?<![\w/<])(?:\/[\w.@+~%-]+){2,}\/?/g;
 
 /** The environment returned something outside the contract. */
@@ -18,7 +19,8 @@ export function failureOf(error) {
   if (error instanceof InvalidResult) [kind, type] = ['ENVIRONMENT_FAILURE_KIND_INVALID_RESULT', 'InvalidResult'];
   if (error instanceof TurnTimeout) [kind, type] = ['ENVIRONMENT_FAILURE_KIND_TIMEOUT', 'Timeout'];
   const text = String(error?.message ?? error).replace(PATHS, '<path>').replace(/[\s\p{C}]+/gu, ' ').trim();
-  return { kind, type: type.slice(0, 128), message: text.slice(0, MAX_FAILURE_CHARACTERS) };
+  // A cut may go through a character.
+  return { kind, type: type.slice(0, 128).toWellFormed(), message: text.slice(0, MAX_FAILURE_CHARACTERS).toWellFormed() };
 }
 
 /** As failureOf; prints the stack trace for the environment's author, too. */
@@ -65,6 +67,19 @@ export function drawing(reply) {
   return { text: text('the drawing', reply) };
 }
 
+/** Returns how metrics are aggregated, in the words of the contract. */
+export function aggregations(modes) {
+  return Object.fromEntries(
+    Object.entries(modes).map(([name, mode]) => {
+      if (!METRIC_NAME.test(name)) throw new InvalidResult(`a metric is named ${name}; allowed: ${METRIC_NAME.source}`);
+      if (!MODES.includes(mode)) {
+        throw new InvalidResult(`metricAggregation holds ${mode} for ${name}; allowed: ${MODES.join(', ')}`);
+      }
+      return [name, `METRIC_AGGREGATION_${mode.toUpperCase()}`];
+    }),
+  );
+}
+
 /** Returns a valid turn limit. */
 export function turnLimit(value) {
   if (!Number.isInteger(value) || value < 1 || value >= 2 ** 32) {
@@ -94,6 +109,8 @@ function finite(what, value) {
 
 function text(what, value) {
   if (typeof value !== 'string') throw new InvalidResult(`${what} is of type ${typeof value}; allowed: string`);
+  // It would be written as bytes that are no UTF-8, and the server ends the stream of whoever sends such.
+  if (!value.isWellFormed()) throw new InvalidResult(`${what} holds half of a surrogate pair; allowed: whole characters`);
   const bytes = Buffer.byteLength(value);
   if (bytes > MIB) throw new InvalidResult(`${what} has ${bytes} bytes; allowed: at most ${MIB}`);
   return value;

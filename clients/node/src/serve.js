@@ -4,8 +4,8 @@ import { randomBytes } from 'node:crypto';
 import { setTimeout as sleep } from 'node:timers/promises';
 import grpc from '@grpc/grpc-js';
 import { CHANNEL_OPTIONS, EnvironmentService, MAX_MESSAGE_BYTES, TAG, durationMs, messageBytes, toStruct } from './contract.js';
-import { Sessions } from './sessions.js';
-import { turnLimit } from './results.js';
+import { Sessions, closeEnvironment } from './sessions.js';
+import { aggregations, turnLimit } from './results.js';
 
 const { status } = grpc;
 const TRANSIENT = new Set([
@@ -55,13 +55,17 @@ class Provider {
     this.connectedAt = Date.now();
     this.leaseMs = Infinity;
     this.answering = 0;
+    this.drainIsOver = false;
   }
 
   /** Takes no new sessions, waits for the running ones, then ends. */
   drain() {
     this.stopping.abort();
     this.outbox?.send({ drain: {} });
-    setTimeout(() => this.outbox?.end(), this.settings.drainTimeoutSeconds * 1000).unref();
+    setTimeout(() => {
+      this.drainIsOver = true;
+      this.endIfQuiet();
+    }, this.settings.drainTimeoutSeconds * 1000).unref();
     this.endIfQuiet();
   }
 
@@ -120,6 +124,10 @@ class Provider {
           this.connectedAt = Date.now();
           this.leaseMs = durationMs(message.welcome.lease);
           console.error(`rollwire: attached to ${this.target}`);
+          if (this.stopping.signal.aborted) {
+            outbox.send({ drain: {} }); // it was asked to stop while it attached
+            this.endIfQuiet();
+          }
         } else if (message.calls) {
           for (const one of message.calls.calls) this.answer(one, outbox);
         }
@@ -149,7 +157,8 @@ class Provider {
   }
 
   endIfQuiet() {
-    if (this.stopping.signal.aborted && this.answering === 0 && this.sessions.empty) this.outbox?.end();
+    const quiet = this.answering === 0 && this.sessions.empty;
+    if (this.stopping.signal.aborted && (quiet || this.drainIsOver)) this.outbox?.end();
   }
 }
 
@@ -216,16 +225,14 @@ function describe(tag, factory) {
     if (typeof sample[method] !== 'function') throw new Error(`environment ${tag} has no method ${method}`);
   }
   const { summary = '', defaultOptions = {}, metricAggregation = {} } = sample.constructor;
-  sample.close?.();
+  closeEnvironment(sample);
   return {
     tag,
     summary,
     max_turns: turnLimit(sample.maxTurns),
     default_options: toStruct(defaultOptions),
     render_formats: sample.renderText ? ['RENDER_FORMAT_TEXT'] : [],
-    metric_aggregation: Object.fromEntries(
-      Object.entries(metricAggregation).map(([name, mode]) => [name, `METRIC_AGGREGATION_${mode.toUpperCase()}`]),
-    ),
+    metric_aggregation: aggregations(metricAggregation),
   };
 }
 

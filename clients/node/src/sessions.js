@@ -91,16 +91,27 @@ export class Sessions {
       const message = `the environment refuses the options: ${failureOf(error).message}`;
       throw new Refusal(status.INVALID_ARGUMENT, 'INVALID_FIELD', message);
     }
+    const reset = attempt(() => environment.reset(BigInt(request.seed)));
     try {
-      const reply = await within(timeoutMs, () => environment.reset(BigInt(request.seed)));
+      const reply = await within(timeoutMs, reset);
       const response = startResponse(reply, environment.maxTurns);
       const id = randomBytes(16).toString('hex');
       const maxTurns = response.max_turns;
-      this.byId.set(id, { environment, requestId: request.request_id, turns: 0, maxTurns, ended: false, last: null });
+      const idle = Promise.resolve(); // settles when nothing runs in the environment
+      const requestId = request.request_id;
+      this.byId.set(id, { environment, requestId, turns: 0, maxTurns, ended: false, last: null, idle });
       return { ...response, session_id: id };
     } catch (error) {
+      reset.catch(() => {}).then(() => closeEnvironment(environment));
       return { failure: reportedFailure(error) };
     }
+  }
+
+  /** Runs work on an environment after what runs in it now. */
+  use(session, timeoutMs, work) {
+    const done = session.idle.then(work);
+    session.idle = done.catch(() => {});
+    return within(timeoutMs, done);
   }
 
   step(request, timeoutMs) {
@@ -120,7 +131,7 @@ export class Sessions {
 
   async play(session, action, timeoutMs) {
     try {
-      const response = stepResponse(await within(timeoutMs, () => session.environment.step(action)));
+      const response = stepResponse(await this.use(session, timeoutMs, () => session.environment.step(action)));
       if (session.turns >= session.maxTurns && !response.terminated) response.truncated = true;
       session.ended = response.terminated || response.truncated;
       return response;
@@ -131,12 +142,13 @@ export class Sessions {
   }
 
   async render(request, timeoutMs) {
-    const { environment } = this.find(request.session_id);
+    const session = this.find(request.session_id);
+    const { environment } = session;
     if (request.format !== 'RENDER_FORMAT_TEXT' || !environment.renderText) {
       throw new Refusal(status.FAILED_PRECONDITION, 'RENDER_UNSUPPORTED', `it cannot draw ${request.format}`);
     }
     try {
-      return drawing(await within(timeoutMs, () => environment.renderText()));
+      return drawing(await this.use(session, timeoutMs, () => environment.renderText()));
     } catch (error) {
       throw new Refusal(status.FAILED_PRECONDITION, 'RENDER_UNSUPPORTED', reportedFailure(error).message);
     }
@@ -152,9 +164,7 @@ export class Sessions {
     if (session) {
       this.byId.delete(request.session_id);
       this.openings.delete(session.requestId);
-      Promise.resolve(session.last)
-        .then(() => session.environment.close?.())
-        .catch((error) => console.error(`rollwire: an environment failed to close: ${error?.stack ?? error}`));
+      session.idle.then(() => closeEnvironment(session.environment));
     }
     return {};
   }
@@ -171,14 +181,26 @@ export class Sessions {
   }
 }
 
-/** Runs work and awaits its outcome for a limited time; work that blocks the event loop cannot be cut short. */
+/** Lets an environment free what it holds; what goes wrong is printed. */
+export function closeEnvironment(environment) {
+  attempt(() => environment.close?.()).catch((error) => {
+    console.error(`rollwire: an environment failed to close: ${error?.stack ?? error}`);
+  });
+}
+
+/** Runs work; what it throws becomes a rejection. */
+function attempt(work) {
+  return new Promise((resolve) => resolve(work()));
+}
+
+/** Awaits work for a limited time; work that blocks the event loop cannot be cut short. */
 async function within(timeoutMs, work) {
   let timer;
   const timeout = new Promise((_, reject) => {
     timer = setTimeout(() => reject(new TurnTimeout(`no answer within ${timeoutMs / 1000} s`)), timeoutMs);
   });
   try {
-    return await Promise.race([work(), timeout]);
+    return await Promise.race([work, timeout]);
   } finally {
     clearTimeout(timer);
   }
