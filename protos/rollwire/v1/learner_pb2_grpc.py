@@ -111,7 +111,8 @@ class LearnerServiceServicer(object):
 
     def Score(self, request_iterator, context):
         """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
-        or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`.
+        or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`. UNAVAILABLE / `NO_WEIGHTS` for a moment after a training
+        step that failed half way, until its new lineage has begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,7 +120,8 @@ class LearnerServiceServicer(object):
 
     def Export(self, request, context):
         """Export writes the present weights as a Hugging Face directory below the server's own output directory.
-        Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version.
+        Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
+        RESOURCE_EXHAUSTED / `STORAGE_FAILED` when the disk refuses: nothing is left of it then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,7 +50,8 @@ class LearnerServiceStub:
         rollwire.v1.learner_pb2.ScoreResponse,
     ]
     """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
-    or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`.
+    or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`. UNAVAILABLE / `NO_WEIGHTS` for a moment after a training
+    step that failed half way, until its new lineage has begun.
     """
 
     Export: grpc.UnaryUnaryMultiCallable[
@@ -58,7 +59,8 @@ class LearnerServiceStub:
         rollwire.v1.learner_pb2.ExportResponse,
     ]
     """Export writes the present weights as a Hugging Face directory below the server's own output directory.
-    Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version.
+    Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
+    RESOURCE_EXHAUSTED / `STORAGE_FAILED` when the disk refuses: nothing is left of it then.
     """
 
     SaveCheckpoint: grpc.UnaryUnaryMultiCallable[
@@ -131,7 +133,8 @@ class LearnerServiceAsyncStub:
         rollwire.v1.learner_pb2.ScoreResponse,
     ]
     """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
-    or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`.
+    or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`. UNAVAILABLE / `NO_WEIGHTS` for a moment after a training
+    step that failed half way, until its new lineage has begun.
     """
 
     Export: grpc.aio.UnaryUnaryMultiCallable[
@@ -139,7 +142,8 @@ class LearnerServiceAsyncStub:
         rollwire.v1.learner_pb2.ExportResponse,
     ]
     """Export writes the present weights as a Hugging Face directory below the server's own output directory.
-    Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version.
+    Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
+    RESOURCE_EXHAUSTED / `STORAGE_FAILED` when the disk refuses: nothing is left of it then.
     """
 
     SaveCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
@@ -218,7 +222,8 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[rollwire.v1.learner_pb2.ScoreResponse], collections.abc.AsyncIterator[rollwire.v1.learner_pb2.ScoreResponse]]:
         """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
-        or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`.
+        or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`. UNAVAILABLE / `NO_WEIGHTS` for a moment after a training
+        step that failed half way, until its new lineage has begun.
         """
 
     @abc.abstractmethod
@@ -228,7 +233,8 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[rollwire.v1.learner_pb2.ExportResponse, collections.abc.Awaitable[rollwire.v1.learner_pb2.ExportResponse]]:
         """Export writes the present weights as a Hugging Face directory below the server's own output directory.
-        Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version.
+        Idempotent by (`name`, present version). FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds another version;
+        RESOURCE_EXHAUSTED / `STORAGE_FAILED` when the disk refuses: nothing is left of it then.
         """
 
     @abc.abstractmethod

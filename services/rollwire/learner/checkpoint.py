@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from rollwire.learner.checkpoint_files import CheckpointDirectory, describe_file, write_state
-from rollwire.learner.checkpoint_manifest import Manifest, corrupt, new_manifest, storage_failed
+from rollwire.learner.checkpoint_manifest import Manifest, corrupt, new_manifest
 from rollwire.learner.checkpoint_state import (
     TrainedModel,
     describe,
@@ -31,6 +31,7 @@ from rollwire.learner.checkpoint_state import (
     restore_generators,
 )
 from rollwire.learner.distributed import Ranks
+from rollwire.learner.storage import is_refusal, storage_failed
 from rollwire.rpc.errors import Reason, RollwireError, precondition
 from rollwire.rpc.versions import version_text
 from rollwire.serving.logs import get_logger
@@ -162,7 +163,7 @@ def _write(
             save_tensors(tensors, storage_writer=writer, **options)
         except CheckpointException as error:
             cause = _first(error)
-            raise (storage_failed(order.name, cause) if isinstance(cause, OSError) else error) from error
+            raise (storage_failed("checkpoint", order.name, cause) if is_refusal(cause) else error) from error
     states = ranks.gather(generators(device))
     values = {model.name: model.values() for model in models}
     names: list[str] | None = None
@@ -238,7 +239,7 @@ def _together(ranks: Ranks, name: str) -> Iterator[None]:
     except RollwireError as error:
         problem = error
     except OSError as error:
-        problem = storage_failed(name, error)
+        problem = storage_failed("checkpoint", name, error)
     ranks.agree(problem)
 
 

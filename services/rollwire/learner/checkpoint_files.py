@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rollwire.learner.checkpoint_manifest import MANIFEST, FileEntry, Manifest, corrupt, decode, encode
+from rollwire.learner.storage import sync, write_durably
 from rollwire.rpc.errors import Reason, RollwireError, not_found
 
 STATE: Final = "state.json"
@@ -77,12 +78,12 @@ class CheckpointDirectory:
         """
         partial, target = self.partial(manifest.name), self.path(manifest.name)
         data = encode(manifest)
-        _write_durably(partial / MANIFEST, data)
-        sync_directory(partial)
+        write_durably(partial / MANIFEST, data)
+        sync(partial)
         if target.exists():
             self.remove(manifest.name, partial.with_name(f".{manifest.name}..old{_SUFFIX}"))
         partial.rename(target)
-        sync_directory(self.root)
+        sync(self.root)
         return decode(manifest.name, data)
 
     def remove(self, name: str, aside: Path | None = None) -> None:
@@ -208,20 +209,4 @@ def describe_file(path: Path) -> FileEntry:
 
 def write_state(directory: Path, state: Mapping[str, Any]) -> None:
     """Writes what is no tensor, durably."""
-    _write_durably(directory / STATE, json.dumps(state, separators=(",", ":"), allow_nan=False).encode())
-
-
-def sync_directory(path: Path) -> None:
-    """Makes names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    write_durably(directory / STATE, json.dumps(state, separators=(",", ":"), allow_nan=False).encode())

@@ -130,15 +130,3 @@ def corrupt(name: str, file: str, what: str) -> RollwireError:
         f"checkpoint {name} is damaged: {file} {what}; other checkpoints may be intact",
         metadata={"name": name, "file": file},
     )
-
-
-def storage_failed(name: str, error: OSError) -> RollwireError:
-    """Returns the error for a disk that refuses a checkpoint."""
-    where = f" {error.filename}" if error.filename else ""
-    return RollwireError(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        Reason.STORAGE_FAILED,
-        f"checkpoint {name} cannot be written: {error.strerror or error}{where}; nothing is left of it. Free space or "
-        "permit writing",
-        metadata={"name": name},
-    )

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from transformers import GenerationConfig
 
+from rollwire.learner.storage import is_refusal, storage_failed, sync
 from rollwire.rpc.errors import Reason, precondition
 from rollwire.rpc.versions import version_text
 from rollwire.rpc.weight_publisher import WeightPublisher
@@ -52,7 +53,7 @@ class Exporter:
 
         Raises:
             RollwireError: FAILED_PRECONDITION / `ALREADY_EXISTS` when the name holds something else; NOT_FOUND /
-                `UNKNOWN_VERSION` when publishing failed and there is no version.
+                `UNKNOWN_VERSION` when publishing failed and there is no version; RESOURCE_EXHAUSTED / `STORAGE_FAILED`.
         """
         tensors = publisher.tensors()  # refuses, where there is no version
         manifest = publisher.manifest
@@ -61,11 +62,18 @@ class Exporter:
         if not target.exists():
             # No export can have this name, since names begin with a letter or digit.
             partial = target.with_name(f".{name}.partial")
-            if partial.exists():
-                shutil.rmtree(partial)
-            partial.mkdir(parents=True)
-            self._write(manifest, tensors, partial)
-            partial.rename(target)
+            try:
+                if partial.exists():
+                    shutil.rmtree(partial)
+                partial.mkdir(parents=True)
+                self._write(manifest, tensors, partial)
+                partial.rename(target)
+                sync(target.parent)
+            except Exception as error:
+                shutil.rmtree(partial, ignore_errors=True)
+                if is_refusal(error):
+                    raise storage_failed("export", name, error) from error
+                raise
             _log.info("exported", path=str(target), version=version_text(manifest.version))
         elif _recorded(target) != _record(manifest):
             raise precondition(
@@ -92,6 +100,8 @@ class Exporter:
         record.write_text(json.dumps(_record(manifest), indent=1) + "\n")
         for file in directory.iterdir():  # safetensors makes files that only the owner may read
             file.chmod(record.stat().st_mode)
+            sync(file)
+        sync(directory)
 
     def _save_model(self, directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         """Writes weights and generation configuration, the latter as it came.

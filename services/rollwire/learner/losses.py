@@ -72,7 +72,7 @@ def divergence(estimator: KlEstimator, logprobs_N: Tensor, reference_N: Tensor) 
         return d
     if estimator is KlEstimator.K2:
         return 0.5 * d.square()
-    # Beyond the bound there is no gradient: the second term alone would have one, and it points away from the reference.
+    # Beyond the bound there is no gradient: that of the second term alone would point away from the reference.
     bounded = d.clamp(min=-MAX_LOG_RATIO)
     return torch.expm1(-bounded) + bounded
 

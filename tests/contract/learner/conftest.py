@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ from rollwire.v1 import learner_pb2
 VOCABULARY = 61
 
 Connect = Callable[..., AbstractAsyncContextManager[LearnerClient]]
+
+
+@contextmanager
+def files_limited_to(size: int) -> Iterator[None]:
+    """Makes the kernel refuse larger files, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

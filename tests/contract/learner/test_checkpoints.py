@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import pickletools
-import resource
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,8 @@ from rollwire.client.learner import LearnerClient
 from rollwire.learner.checkpoint_files import CheckpointDirectory
 from rollwire.rpc.errors import RollwireError
 from rollwire.v1 import learner_pb2, trajectory_pb2, weights_pb2
+
+from .conftest import files_limited_to
 
 Batch = Callable[..., list[learner_pb2.TrainSample]]
 FENCE = trajectory_pb2.Fence(run_id="run", epoch=1)
@@ -40,17 +40,6 @@ async def save(
 
 async def load(client: LearnerClient, name: str, **fields: object) -> learner_pb2.LoadCheckpointResponse:
     return await client.load_checkpoint(learner_pb2.LoadCheckpointRequest(fence=FENCE, name=name, **fields))
-
-
-@contextmanager
-def files_limited_to(size: int) -> Iterator[None]:
-    """Makes the kernel refuse larger files, as a full disk would."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def tensors(directory: Path) -> dict[str, bytes]:

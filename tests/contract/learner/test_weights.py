@@ -21,6 +21,8 @@ from rollwire.rpc.weight_stream import WeightAssembler, receive_weights
 from rollwire.serving.model_tensors import SERVING_TYPES, copy_all_in, held_digest, layouts
 from rollwire.v1 import learner_pb2, weights_pb2
 
+from .conftest import files_limited_to
+
 FENCE = {"run_id": "run", "epoch": 1}
 
 
@@ -158,6 +160,41 @@ async def test_an_export_can_be_repeated_but_not_replaced(connect: Any, batch: C
     assert first == again
     assert caught.value.reason == Reason.ALREADY_EXISTS
     assert other.path != first.path
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+async def test_a_disk_that_refuses_an_export_is_told_and_nothing_is_left(
+    connect: Any, tmp_path: Path, share: float
+) -> None:
+    request = learner_pb2.ExportRequest(fence=FENCE, name="best")
+    async with connect(model={"path": "builtin:tiny"}) as client:
+        whole = Path((await client.export(learner_pb2.ExportRequest(fence=FENCE, name="whole"))).path)
+        largest = max(file.stat().st_size for file in whole.iterdir())
+        with files_limited_to(int(share * largest)), pytest.raises(RollwireError, match="export best cannot") as caught:
+            await client.export(request)
+        assert (caught.value.code, caught.value.reason) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            Reason.STORAGE_FAILED,
+        )
+        assert [path.name for path in (tmp_path / "output" / "export").iterdir()] == ["whole"]
+        await client.export(request)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Exception("No space (os error 28)")])
+async def test_a_tokenizer_that_cannot_be_written_is_told_too(
+    connect: Any, tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its library has no exception of its own for that."""
+
+    def refused(*arguments: Any, **named: Any) -> Any:
+        raise error
+
+    async with connect(model={"path": "builtin:tiny"}) as client:
+        monkeypatch.setattr(transformers.PreTrainedTokenizerBase, "save_pretrained", refused)
+        with pytest.raises(RollwireError, match="export best cannot be written: No space") as caught:
+            await client.export(learner_pb2.ExportRequest(fence=FENCE, name="best"))
+        assert caught.value.reason == Reason.STORAGE_FAILED
+        assert not list((tmp_path / "output" / "export").iterdir())
 
 
 async def test_a_directory_of_somebody_else_is_never_touched(connect: Any, tmp_path: Path) -> None:

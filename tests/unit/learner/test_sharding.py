@@ -32,7 +32,7 @@ def ranks() -> Iterator[Ranks]:
 def test_a_sharded_model_that_slept_trains_on_as_if_it_had_not(
     ranks: Ranks, make_samples: Callable[..., list[Sample]], sharding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What shards it keeps views of the shards; without being told of the move it would gather what was there before."""
+    """What shards it has views of the shards: not told of the move, it would gather what was there before."""
     moves = []
 
     def move(memory: DeviceMemory, model: Any, place: torch.device) -> None:
