@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -64,6 +66,31 @@ def test_only_the_end_is_remembered() -> None:
     child.wait()
     wait_for(lambda: output.tail and output.tail[-1] == "1999")
     assert output.failure() == ""
+
+
+def test_output_goes_on_when_nobody_reads_what_is_passed_on() -> None:
+    output = EngineOutput()
+    reading, writing = os.pipe()
+    gone, passed_on = os.pipe()
+    os.close(gone)
+    reader = threading.Thread(target=output._read, args=(reading, passed_on), daemon=True)
+    reader.start()
+    for _ in range(64):  # more than the pipe holds
+        os.write(writing, b"x" * 4095 + b"\n")
+    os.write(writing, b"ValueError: the last line\n")
+    os.close(writing)
+    reader.join(30)
+    assert not reader.is_alive() and output.failure() == "ValueError: the last line"
+
+
+def test_lines_without_an_end_do_not_add_up() -> None:
+    output = EngineOutput()
+    with output.inherited():
+        code = "import sys; [sys.stderr.write('x' * 1000) for _ in range(4000)]; print('\\r 99%\\r100%\\rlast')"
+        child = subprocess.Popen([sys.executable, "-c", code])
+    assert child.wait() == 0
+    wait_for(lambda: output.tail and output.tail[-1] == "last")
+    assert output.tail[-3:] == [" 99%", "100%", "last"] and max(map(len, output.tail)) <= 2 << 16
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from rollwire.rollout.engines.vllm_settings import VllmSettings, apply, check_version
@@ -68,8 +68,11 @@ class EngineOutput:
     def _read(self, reading: int, passed_on: int) -> None:
         rest = b""
         while read := os.read(reading, _READ_BYTES):
-            os.write(passed_on, read)
-            *lines, rest = (rest + read).split(b"\n")
+            # Nobody may read our standard error any more; what prints must not be held up by that.
+            with suppress(OSError):
+                os.write(passed_on, read)
+            # Progress bars end their lines with a carriage return. The longest line is the size of two reads.
+            *lines, rest = re.split(rb"[\r\n]+", rest[-_READ_BYTES:] + read)
             self._lines.extend(line.decode(errors="replace") for line in lines)
         os.close(reading)
         os.close(passed_on)
