@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -257,8 +257,3 @@ def _seconds(duration: Duration, path: str, most_s: float) -> float:
     if not (math.isfinite(seconds) and 0 < seconds <= most_s):
         raise invalid_field(path, f"{seconds:g} s", f"more than 0 and at most {most_s:g} s")
     return seconds
-
-
-def check_finite(values: Mapping[str, float]) -> str | None:
-    """Returns the name of a value that is not finite, if there is one."""
-    return next((name for name, value in values.items() if not math.isfinite(value)), None)
