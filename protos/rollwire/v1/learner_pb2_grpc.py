@@ -103,7 +103,9 @@ class LearnerServiceServicer(object):
         with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
         the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
         `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage. FAILED_PRECONDITION / `ASLEEP`.
-        INTERNAL / `RANK_FAILED` when a rank other than the one that serves has failed: the learner ends.
+        RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED` when one rank trains and its device has no room for a pass. INTERNAL /
+        `RANK_FAILED` when one of several ranks has failed, or when the weights of a step that failed half way cannot be published
+        either: the learner ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,7 +114,7 @@ class LearnerServiceServicer(object):
     def Score(self, request_iterator, context):
         """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
         or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`. UNAVAILABLE / `NO_WEIGHTS` for a moment after a training
-        step that failed half way, until its new lineage has begun.
+        step that failed half way, until its new lineage has begun. `DEVICE_MEMORY_EXHAUSTED` and `RANK_FAILED` as for Train.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,9 @@ class LearnerServiceStub:
     with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
     the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
     `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage. FAILED_PRECONDITION / `ASLEEP`.
-    INTERNAL / `RANK_FAILED` when a rank other than the one that serves has failed: the learner ends.
+    RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED` when one rank trains and its device has no room for a pass. INTERNAL /
+    `RANK_FAILED` when one of several ranks has failed, or when the weights of a step that failed half way cannot be published
+    either: the learner ends.
     """
 
     Score: grpc.StreamStreamMultiCallable[
@@ -51,7 +53,7 @@ class LearnerServiceStub:
     ]
     """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
     or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`. UNAVAILABLE / `NO_WEIGHTS` for a moment after a training
-    step that failed half way, until its new lineage has begun.
+    step that failed half way, until its new lineage has begun. `DEVICE_MEMORY_EXHAUSTED` and `RANK_FAILED` as for Train.
     """
 
     Export: grpc.UnaryUnaryMultiCallable[
@@ -125,7 +127,9 @@ class LearnerServiceAsyncStub:
     with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
     the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
     `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage. FAILED_PRECONDITION / `ASLEEP`.
-    INTERNAL / `RANK_FAILED` when a rank other than the one that serves has failed: the learner ends.
+    RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED` when one rank trains and its device has no room for a pass. INTERNAL /
+    `RANK_FAILED` when one of several ranks has failed, or when the weights of a step that failed half way cannot be published
+    either: the learner ends.
     """
 
     Score: grpc.aio.StreamStreamMultiCallable[
@@ -134,7 +138,7 @@ class LearnerServiceAsyncStub:
     ]
     """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
     or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`. UNAVAILABLE / `NO_WEIGHTS` for a moment after a training
-    step that failed half way, until its new lineage has begun.
+    step that failed half way, until its new lineage has begun. `DEVICE_MEMORY_EXHAUSTED` and `RANK_FAILED` as for Train.
     """
 
     Export: grpc.aio.UnaryUnaryMultiCallable[
@@ -212,7 +216,9 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
         with another digest FAILED_PRECONDITION / `STEP_CONFLICT`. FAILED_PRECONDITION / `WRONG_VERSION` when `base_version` is not
         the present one; INVALID_ARGUMENT / `DIGEST_MISMATCH` when the commit does not match what arrived; ABORTED /
         `STEP_IN_PROGRESS` while another step runs. A step that fails half way begins a new lineage. FAILED_PRECONDITION / `ASLEEP`.
-        INTERNAL / `RANK_FAILED` when a rank other than the one that serves has failed: the learner ends.
+        RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED` when one rank trains and its device has no room for a pass. INTERNAL /
+        `RANK_FAILED` when one of several ranks has failed, or when the weights of a step that failed half way cannot be published
+        either: the learner ends.
         """
 
     @abc.abstractmethod
@@ -223,7 +229,7 @@ class LearnerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[rollwire.v1.learner_pb2.ScoreResponse], collections.abc.AsyncIterator[rollwire.v1.learner_pb2.ScoreResponse]]:
         """Score computes log-probabilities and entropies of the sampled tokens under the present weights or those of the reference,
         or the critic's values. Read-only. FAILED_PRECONDITION / `ASLEEP`. UNAVAILABLE / `NO_WEIGHTS` for a moment after a training
-        step that failed half way, until its new lineage has begun.
+        step that failed half way, until its new lineage has begun. `DEVICE_MEMORY_EXHAUSTED` and `RANK_FAILED` as for Train.
         """
 
     @abc.abstractmethod

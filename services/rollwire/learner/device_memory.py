@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import grpc
 import torch
 
 from rollwire.learner.distributed import Ranks
@@ -55,8 +56,7 @@ class DeviceMemory:
         try:
             self._to_device()
         except torch.OutOfMemoryError as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            problem = _exhausted(lines[0][:_SHOWN_CAUSE])
+            problem = _exhausted(_shown(error))
         try:
             self._ranks.agree(problem)
         except RollwireError as error:
@@ -98,6 +98,22 @@ class DeviceMemory:
         if self._device.type == _HOST.type:
             return 0
         return int(torch.get_device_module(self._device).memory_reserved())
+
+
+def out_of_memory(error: BaseException, micro_batch_tokens: int) -> RollwireError:
+    """Returns the error of a pass that the device has not enough memory for; asking again would not help."""
+    return RollwireError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        Reason.DEVICE_MEMORY_EXHAUSTED,
+        f"the device has not enough memory for a pass ({_shown(error)}); lower learner.micro_batch_tokens (now "
+        f"{micro_batch_tokens}), which bounds all passes but those of a longer sample, or set "
+        "learner.gradient_checkpointing=true",
+    )
+
+
+def _shown(error: BaseException) -> str:
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0][:_SHOWN_CAUSE]
 
 
 def _exhausted(cause: str) -> RollwireError:

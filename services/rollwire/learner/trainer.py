@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from rollwire.learner import checkpoint
 from rollwire.learner.batching import Budget, pass_cost_tokens
@@ -14,7 +17,7 @@ from rollwire.learner.checkpoint_manifest import Manifest
 from rollwire.learner.checkpoint_state import TrainedModel
 from rollwire.learner.critic import Critic, load_critic
 from rollwire.learner.critic_step import train_critic
-from rollwire.learner.device_memory import DeviceMemory
+from rollwire.learner.device_memory import DeviceMemory, out_of_memory
 from rollwire.learner.distributed import InterruptedWorkError, Ranks, on_all_ranks
 from rollwire.learner.gradients import Gradients
 from rollwire.learner.metrics import finite
@@ -146,12 +149,14 @@ class Trainer:
 
         Raises:
             InterruptedWorkError: `interrupt` was called.
+            RollwireError: RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED`, on one rank; several end, as after any error.
         """
         started = time.perf_counter()
         optimizers = [item for item in (self._optimizer, self._critic_optimizer) if item is not None]
         applied_before = [optimizer.applied for optimizer in optimizers]
         try:
-            metrics = self._train_models(samples, settings)
+            with self._enough_memory():
+                metrics = self._train_models(samples, settings)
             trained = time.perf_counter()
             manifest = self.publish(version)
         except BaseException:
@@ -175,20 +180,22 @@ class Trainer:
     @on_all_ranks
     def score(self, sequences: Sequence[ScoredSequence], temperature: float) -> list[tuple[PerToken, ...]]:
         """Returns log-probabilities and entropies of each sequence under the present weights, see `scoring.score`."""
-        return score(self.policy, sequences, temperature, self._budget)
+        with self._enough_memory():
+            return score(self.policy, sequences, temperature, self._budget)
 
     @on_all_ranks
     def score_reference(self, sequences: Sequence[ScoredSequence], temperature: float) -> list[tuple[PerToken, ...]]:
         """Returns log-probabilities and entropies of each sequence under the reference, which there must be."""
         assert self.reference is not None, "asked for a reference that there is not"
-        with self.reference.ready() as policy:
+        with self._enough_memory(), self.reference.ready() as policy:
             return score(policy, sequences, temperature, self._budget)
 
     @on_all_ranks
     def predict(self, sequences: Sequence[ScoredSequence]) -> list[tuple[PerToken, ...]]:
         """Returns the values that the critic, which there must be, predicts for each sequence."""
         assert self.critic is not None, "asked for a critic that there is not"
-        return predict(self.critic, sequences, self._budget)
+        with self._enough_memory():
+            return predict(self.critic, sequences, self._budget)
 
     @on_all_ranks
     def save_checkpoint(self, order: checkpoint.SaveOrder) -> Manifest:
@@ -234,6 +241,17 @@ class Trainer:
             metrics |= train_critic(self.critic, self._critic_optimizer, samples, settings, self._budget)
             metrics["time/critic/train_step/total"] = time.perf_counter() - began
         return metrics
+
+    @contextmanager
+    def _enough_memory(self) -> Iterator[None]:
+        """Makes an error of the device's allocator say what to do about it."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            told = out_of_memory(error, self._budget.micro_batch_tokens)
+            if self.ranks.size > 1:  # the others compute on: it ends them all
+                raise torch.OutOfMemoryError(told.message) from error
+            raise told from error
 
     def _check_stop(self) -> None:
         if self._stop.is_set():

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from rollwire.client.weights import WeightsClient
 from rollwire.learner import training
@@ -234,6 +235,28 @@ async def test_a_step_that_fails_before_any_update_changes_nothing(
         after = await client.get_info()
 
         assert (before.version, before.digest) == (after.version, after.digest)
+        assert (await client.train(await header(client), batch())).version.step == 1
+
+
+async def test_a_device_without_enough_memory_says_what_to_do(
+    connect: Connect, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nA page of advice")
+
+    async with connect(learner={"micro_batch_tokens": 4321}) as client:
+        calls: dict[str, Any] = {
+            "train_step": lambda head: client.train(head, batch()),
+            "score": lambda head: anext(aiter(client.score(batch(), 1.0))),
+        }
+        for name, call in calls.items():
+            head = await header(client)
+            with monkeypatch.context() as patch:
+                patch.setattr(f"rollwire.learner.trainer.{name}", full)
+                error = await refused(call(head), Reason.DEVICE_MEMORY_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            assert "(CUDA out of memory. Tried to allocate 2 GiB.); lower learner.micro_batch_tokens (now 4321)" in str(
+                error
+            )
         assert (await client.train(await header(client), batch())).version.step == 1
 
 
