@@ -464,7 +464,7 @@ def broken_contract(error: ProtocolError) -> RollwireError:
 
 
 def _lost(cause: str) -> pb.EnvironmentFailure:
-    return failure(pb.ENVIRONMENT_FAILURE_KIND_LOST, "ProviderLost", cause)
+    return failure(pb.ENVIRONMENT_FAILURE_KIND_LOST, "Lost", cause)
 
 
 def _invalid(message: str) -> pb.EnvironmentFailure:

@@ -95,6 +95,7 @@ class ProviderStreams:
             self._ticker.cancel()
         for provider in list(self._hub.providers.values()):
             self._hub.evict(provider, "the server has stopped")
+        self._sync_tags()
         for stream in self._streams.values():
             stream.end()
 
@@ -163,6 +164,7 @@ class ProviderStreams:
         except ProtocolError as error:
             _log.warning("provider thrown out", program=provider.program, cause=str(error))
             self._hub.evict(provider, str(error))
+            self._sync_tags()  # not left to the end of the stream, which may wait for its peer
             stream.end(broken_contract(error))
         except RollwireError as error:
             stream.end(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from rollwire.client.environment import EnvironmentClient
+from rollwire.environment.isolation import processes
 from rollwire.rpc.errors import Reason, RollwireError
 from rollwire.v1 import environment_pb2 as pb
 
@@ -208,3 +210,18 @@ def peak_memory_bytes() -> int:
     """Returns the most memory that this process, which is the server, ever had resident."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+async def test_a_server_without_free_descriptors_fails_the_session_and_frees_the_seat(
+    serve: Any, opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left() -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with serve(definitions=definitions(max_processes=1)) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(processes.socket, "socketpair", none_left)
+            failed = await client.open_session(opening("Faulty"))
+        assert failed.failure.kind == pb.ENVIRONMENT_FAILURE_KIND_LOST
+        assert failed.failure.message == "its process could not be started: Too many open files"
+        assert (await client.open_session(opening("Faulty"))).session_id

@@ -41,7 +41,10 @@ class ZygoteProcess:
             UnusableError: The system starts no process.
         """
         self._setup = setup
-        self.control, theirs = socket.socketpair()
+        try:
+            self.control, theirs = socket.socketpair()
+        except OSError as error:
+            raise _no_process(setup, error) from error
         shown = [os.dup(2)] if setup.show_output else []
         threads = {name: os.environ.get(name, "1") for name in _ONE_THREAD}
         try:
@@ -56,7 +59,7 @@ class ZygoteProcess:
             )
         except OSError as error:
             self.control.close()
-            raise UnusableError(f"{setup.type} cannot have a process of its own: {error.strerror}") from error
+            raise _no_process(setup, error) from error
         finally:
             theirs.close()
             for descriptor in shown:
@@ -137,6 +140,10 @@ class ZygoteProcess:
         lines = output.decode(errors="replace").strip().splitlines()
         said = f"; it printed last: {lines[-1]!r:.300}" if lines else ""
         return f"{self._setup.type} ended its process when it was constructed: {how}{said}"
+
+
+def _no_process(setup: ProcessSetup, error: OSError) -> UnusableError:
+    return UnusableError(f"{setup.type} cannot have a process of its own: {error.strerror}")
 
 
 def _read(descriptor: int) -> bytes:

@@ -73,11 +73,14 @@ class WorkerProcesses:
             Its number, for `kill`.
 
         Raises:
-            UnusableError: The zygote was gone and cannot be started again.
+            UnusableError: The zygote was gone and cannot be started again, or the system gives no connection.
         """
         async with self._lock:
             await self._ensure_zygote()
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise UnusableError(str(error.strerror)) from error
         self._count += 1
         number = self._count
         self._workers[number] = _Process(on_ended)

@@ -119,13 +119,18 @@ class Zygote:
         return bool(data)
 
     def _fork(self, worker: int, connection: socket.socket) -> None:
-        read_end, write_end = os.pipe()
+        try:
+            read_end, write_end = os.pipe()
+        except OSError as error:
+            connection.close()
+            self._tell_not_started(worker, error)
+            return
         zygote_pid, threads = os.getpid(), thread_count()
         try:
             pid = os.fork()
         except OSError as error:
             os.close(read_end)
-            self._tell(Kind.ENDED, worker=worker, how=f"could not be started: {error.strerror}", output="")
+            self._tell_not_started(worker, error)
         else:
             if pid == 0:
                 self._become_worker(connection, (read_end, write_end), zygote_pid, afresh=threads > 1)
@@ -210,6 +215,9 @@ class Zygote:
             self._selector.unregister(child.output)
         os.close(child.output)
         self._tell(Kind.ENDED, worker=child.worker, how=how, output=child.kept.decode(errors="replace"))
+
+    def _tell_not_started(self, worker: int, error: OSError) -> None:
+        self._tell(Kind.ENDED, worker=worker, how=f"could not be started: {error.strerror}", output="")
 
     def _tell(self, kind: Kind, **fields: object) -> None:
         self._control.sendall(frame(kind, json.dumps(fields).encode()))
