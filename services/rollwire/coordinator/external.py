@@ -98,6 +98,8 @@ class External:
         agents = AgentSource(desk, self._sessions, ledger, lambda: status.version, staleness, timeout_s, budgets)
         by_kind: Mapping[str, GroupSource] = {"agent": agents, "pushed": self._pushed}
         self.sources = {tag: by_kind[entry.source] for tag, entry in self._entries.items() if entry.source in by_kind}
+        # By connection the tag that was pushed last; None where nothing was yet.
+        self._pushers: dict[object, str | None] = {}
         self._stack = AsyncExitStack()
 
     async def begin(self) -> None:
@@ -146,6 +148,7 @@ class External:
         self._gate.check()
         await self._submissions.clear_out()
         terms, servers = self._terms[tag], self._pool.servers
+        pushers = sum(last in (tag, None) for last in self._pushers.values())
         return coordinator_pb2.GetSubmissionTermsResponse(
             episodes_per_group=self._config.batch.episodes_per_group,
             sampling=terms.sampling,
@@ -155,7 +158,7 @@ class External:
             version=self._status.version,
             max_staleness=self._config.max_staleness,
             rollout_targets=[server.client.target for server in servers if server.state is ServerState.READY],
-            groups_wanted=self._pushed.wanted(tag),
+            groups_wanted=self._pushed.wanted(tag, pushers),
             options=options_struct(entry.options),
         )
 
@@ -170,6 +173,7 @@ class External:
 
         loop = asyncio.get_running_loop()
         ended = loop.create_task(self._gate.ended.wait())
+        self._pushers[ended] = None
         try:
             while True:
                 reading = loop.create_task(read())
@@ -182,9 +186,11 @@ class External:
                     return
                 if request.trajectory.environment_tag in self._terms:
                     self._waits.asked(request.trajectory.environment_tag, loop.time())
+                    self._pushers[ended] = request.trajectory.environment_tag
                 yield await self._submissions.submit(request.trajectory)
         finally:
             ended.cancel()
+            del self._pushers[ended]
 
     def metrics(self) -> Metrics:
         """Returns what came from outside so far; nothing for a run that takes nothing from there."""

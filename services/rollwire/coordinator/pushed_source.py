@@ -1,9 +1,13 @@
-"""Groups whose episodes are pushed: each training group takes the next complete one."""
+"""Groups whose episodes are pushed: each training group takes the next complete one, in the order of their start.
+
+The order matters: a group that is started later may be consumed later, and weights that are too old for its place by
+then would have been in time for the one before.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +16,20 @@ from rollwire.coordinator.ledger import Ledger
 from rollwire.coordinator.pushed_groups import PushedGroup, PushedGroups
 from rollwire.coordinator.submissions import LOOK_S, Submissions
 from rollwire.v1 import trajectory_pb2, weights_pb2
+
+
+def share_wanted(places: int, waiting: int, pushers: int) -> int:
+    """Returns how many groups one pusher is asked for. Pure.
+
+    Together pushers are asked for what can be trained in time, and hardly more: each would generate all of it
+    otherwise. None is told 0 while a place is free, however little the others bring.
+
+    Args:
+        places: Training groups that wait for a pushed one: admission starts no more than can be consumed in time.
+        waiting: Pushed groups that are on their way to a place, complete or not.
+        pushers: Pushers that are connected.
+    """
+    return -(-max(0, places - waiting) // max(1, pushers))
 
 
 class PushedSource:
@@ -38,11 +56,11 @@ class PushedSource:
         self._ledger = ledger
         self._group_timeout_s = group_timeout_s
         self._on_episode = on_episode
-        self._wanting: Counter[str] = Counter()
+        self._places: defaultdict[str, deque[GroupPlan]] = defaultdict(deque)
 
-    def wanted(self, tag: str) -> int:
-        """Returns how many groups of a tag the run could use now beside those that wait."""
-        return max(0, self._wanting[tag] - self._groups.waiting(tag))
+    def wanted(self, tag: str, pushers: int = 1) -> int:
+        """Returns how many groups of a tag each of some pushers is asked for, see `share_wanted`."""
+        return share_wanted(len(self._places[tag]), self._groups.waiting(tag), pushers)
 
     async def play(
         self, plan: GroupPlan, tally: Tally, required_version: weights_pb2.WeightVersion | None
@@ -51,11 +69,13 @@ class PushedSource:
 
         Without staleness only groups of the newest version wait, which is the required one.
         """
-        self._wanting[plan.environment_tag] += 1
+        places = self._places[plan.environment_tag]
+        places.append(plan)
         try:
-            group = await self._next_group(plan.environment_tag)
+            group = await self._next_group(plan, places)
         finally:
-            self._wanting[plan.environment_tag] -= 1
+            places.remove(plan)
+            self._submissions.changed.fire()  # the next one's turn; and where a group was taken, there is room
         if group is None:
             progress = GroupProgress(plan, 1, tally)
             progress.cause = (
@@ -63,7 +83,6 @@ class PushedSource:
                 f"{self._group_timeout_s:g} s; start a pusher, or raise the limit"
             )
             return progress
-        self._submissions.changed.fire()  # there is room
         trajectories = [arrival.trajectory for arrival in await self._ledger.arrivals(group.tag, group.group_id)]
         progress = GroupProgress(replace(plan, environment_seed=group.seed), 1, tally)
         progress.adopt([_renamed(item, plan) for item in trajectories], group.oldest_step)
@@ -71,14 +90,15 @@ class PushedSource:
             self._on_episode()
         return progress
 
-    async def _next_group(self, tag: str) -> PushedGroup | None:
+    async def _next_group(self, plan: GroupPlan, places: deque[GroupPlan]) -> PushedGroup | None:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._group_timeout_s
         while loop.time() < end:
             await self._submissions.clear_out()
-            group = self._groups.take(tag)
-            if group is not None:
-                return group
+            if places[0] is plan:
+                group = self._groups.take(plan.environment_tag)
+                if group is not None:
+                    return group
             await self._submissions.wait(min(LOOK_S, max(0.0, end - loop.time())))
         return None
 
