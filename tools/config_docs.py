@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from rollwire.serving.config import RunConfig
+from rollwire.serving.config.sections import MAX_COUNT
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
-_HEAD = """# Configuration
+_HEAD = f"""# Configuration
 
 One YAML file describes a run: `rollwire launch CONFIG` and `rollwire train CONFIG` read it, and every server reads its
 sections of it. A key that is not listed here is an error that names the nearest key. Every key has a default; the file
 needs only what differs.
 
 - Override keys on the command line: `rollwire launch CONFIG run.max_steps=10 'services.rollout=[10.0.0.2:50051]'`.
-  Values are YAML.
-- Refer to other keys with `${...}`, such as `log_dir: ${run.output_dir}/curves`.
+  Values are YAML. An entry of a list that the file holds is named by its number: `environments.0.weight=2`.
+- Integers are at most {MAX_COUNT:,} where nothing less is stated, and numbers finite.
+- Refer to other keys with `${{...}}`, such as `log_dir: ${{run.output_dir}}/curves`.
 - `rollwire config show CONFIG [KEY=VALUE]...` prints what it resolves to, `--dry-run` also the batch arithmetic, and
   `rollwire config schema` a JSON Schema for editors.
 
@@ -111,7 +113,7 @@ def _allowed(field: dict[str, Any]) -> str:
     bounds = [
         f"{sign} {field[key]:g}" if isinstance(field[key], float) else f"{sign} {field[key]}"
         for key, sign in (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<"))
-        if key in field
+        if key in field and field[key] != MAX_COUNT
     ]
     return " ".join([kind, ", ".join(bounds)]).strip()
 

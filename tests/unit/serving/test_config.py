@@ -29,6 +29,61 @@ def test_overrides_win_over_the_file_and_interpolate(tmp_path: Path) -> None:
     assert (config.run.name, config.run.max_steps, config.tracking.log_dir) == ("b", 5, "logs/b")
 
 
+def test_an_override_changes_one_entry_of_a_list_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("environments: [{tag: A, weight: 2}, {tag: B}]\n")
+    config = load_config(path, ["environments.1.tag=C", "environments.0.options.size=5"])
+    assert [(entry.tag, entry.weight, entry.options) for entry in config.environments] == [
+        ("A", 2, {"size": 5}),
+        ("C", 1, {}),
+    ]
+
+
+@pytest.mark.parametrize("override", ["environments.5.tag=A", "environments.x.tag=A", "environments={tag: A}"])
+def test_an_override_that_does_not_fit_a_list_is_one_line(tmp_path: Path, override: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("environments: [{tag: A}, {tag: B}]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override])
+    assert str(caught.value).startswith(f"override {override!r} cannot be applied: ")
+    assert "such as environments.0.weight=2, or the whole list" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["run", "=5", "run..max_steps=5", ".run=5", "run.=5", "--run.max_steps=5"])
+def test_an_override_of_another_form_is_named(override: str) -> None:
+    assert _error(override) == (f"override {override!r} is not of the form key.path=value, such as run.max_steps=10")
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "learner.optimizer.learning_rate",
+        "learner.optimizer.weight_decay",
+        "learner.optimizer.max_grad_norm",
+        "learner.optimizer.epsilon",
+    ],
+)
+@pytest.mark.parametrize("value", [".inf", ".nan"])
+def test_numbers_are_finite(key: str, value: str) -> None:
+    assert _error(f"{key}={value}") == f"{key} is {value[1:]}: input should be a finite number"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "run.max_steps",
+        "run.keep_checkpoints",
+        "sampling.top_k",
+        "batch.groups_per_step",
+        "rollout.max_new_tokens_per_turn",
+        "rollout.max_episode_tokens",
+    ],
+)
+def test_counts_fit_into_the_messages_of_the_contract(key: str) -> None:
+    assert f"{key} is 4294967296: input should be less than or equal to 2147483647" in _error(f"{key}=4294967296")
+
+
 @pytest.mark.parametrize(
     ("override", "near"),
     [

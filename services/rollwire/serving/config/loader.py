@@ -24,12 +24,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: YAML file; None means all defaults.
-        overrides: `key.path=value` pairs, applied after the file; values are YAML.
+        overrides: `key.path=value` pairs, applied after the file; values are YAML. An entry of a list that the file
+            holds is named by its number, as in `environments.0.weight=2`.
 
     Raises:
         ConfigError: The file is missing or broken, a key is unknown, or a value is not allowed.
     """
-    merged = OmegaConf.merge(read_yaml(path), _read_overrides(overrides))
+    merged = read_yaml(path)
+    for item in overrides:
+        _apply_override(merged, item)
     try:
         plain = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
@@ -71,15 +74,20 @@ def read_yaml(path: Path | None) -> DictConfig:
     return loaded
 
 
-def _read_overrides(overrides: Sequence[str]) -> DictConfig:
-    for item in overrides:
-        key, equals, _ = item.partition("=")
-        if not equals or not key or key.startswith("-"):
-            raise ConfigError(f"override {item!r} is not of the form key.path=value, such as run.max_steps=10")
+def _apply_override(config: DictConfig, item: str) -> None:
+    key, equals, _ = item.partition("=")
+    if not equals or not all(key.split(".")) or key.startswith("-"):
+        raise ConfigError(f"override {item!r} is not of the form key.path=value, such as run.max_steps=10")
     try:
-        return OmegaConf.from_dotlist(list(overrides))
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides {list(overrides)} cannot be read: {' '.join(str(error).split())}") from error
+        config.merge_with_dotlist([item])
+    except (OmegaConfBaseException, IndexError, TypeError) as error:
+        text = " ".join(str(error).split()).partition(" full_key:")[0]
+        raise ConfigError(
+            f"override {item!r} cannot be applied: {text}; where the file holds a list, give the number of one of its "
+            "entries, such as environments.0.weight=2, or the whole list"
+        ) from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {item!r} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _explain(error: Any) -> str:

@@ -33,7 +33,7 @@ class RunSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     """Determines environment seeds, sampling seeds and shuffles."""
 
-    max_steps: Annotated[int, Field(ge=1)] = 100
+    max_steps: Positive = 100
     """Training steps."""
 
     output_dir: str = "output"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[int, Field(ge=0)]
+MAX_COUNT: Final = 2**31 - 1
+"""Largest number of anything: what the messages of the contract can carry."""
+
+Positive = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+NotNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Probability = Annotated[float, Field(gt=0, le=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and unknown keys are errors."""
+    """Base of all sections: frozen, unknown keys are errors, and numbers are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -191,7 +194,7 @@ class RolloutSection(Section):
     max_new_tokens_per_turn: Positive = 128
     """Most tokens that the policy may draw in one turn."""
 
-    max_episode_tokens: Annotated[int, Field(ge=16)] = 2048
+    max_episode_tokens: Annotated[int, Field(ge=16, le=MAX_COUNT)] = 2048
     """Most tokens of one episode, prompts and responses together."""
 
     max_concurrent_sequences: Positive = 128
@@ -330,7 +333,7 @@ class LearnerSection(Section):
     optimizer_steps_per_batch: Positive = 1
     """Optimizer steps that one batch is divided into."""
 
-    micro_batch_tokens: Annotated[int, Field(ge=64)] = 16_384
+    micro_batch_tokens: Annotated[int, Field(ge=64, le=MAX_COUNT)] = 16_384
     """Most tokens, padding included, that one forward pass holds. Does not change the result, only memory and speed."""
 
     packing: Literal["auto", "on", "off"] = "auto"
