@@ -95,7 +95,7 @@ class AgentSession:
             RollwireError: `UNKNOWN_SESSION` when its lease has ended.
             RunEndedError: The run has ended.
         """
-        short = cause.encode()[:_MAX_FAILURE_BYTES].decode(errors="ignore")
+        short = cause.encode(errors="replace")[:_MAX_FAILURE_BYTES].decode(errors="ignore")
         await self._close(coordinator_pb2.CloseAgentSessionRequest(failure=short))
 
     async def _close(
