@@ -61,7 +61,7 @@ class EndedRun:
 def status_command(target: str, *, as_json: bool) -> None:
     """Prints the status of a run, from its coordinator or, once that is gone, from its ledger. Raises `RunError`."""
     try:
-        status = asyncio.run(_get_status(_address(target)))
+        status = asyncio.run(_get_status(target))
     except RunError:
         ended = read_ended_run(Path(target))
         if ended is None:
@@ -82,6 +82,8 @@ def stop_command(target: str, cause: str) -> None:
 
     async def ask() -> coordinator_pb2.StopResponse:
         address = _address(target)
+        if Path(target).is_dir():
+            await _get_status(target)  # whether it is this run that answers
         async with CoordinatorClient(address) as client:
             try:
                 return await client.stop(cause)
@@ -110,12 +112,18 @@ def read_ended_run(directory: Path) -> EndedRun | None:
     return EndedRun(run_id, state, steps, planned, [SavedCheckpoint(*row) for row in saved])
 
 
-async def _get_status(address: str) -> coordinator_pb2.GetStatusResponse:
+async def _get_status(target: str) -> coordinator_pb2.GetStatusResponse:
+    address = _address(target)
     async with CoordinatorClient(address) as client:
         try:
-            return await client.get_status()
+            status = await client.get_status()
         except RollwireError as error:
             raise _unreachable(address, error) from error
+    known = read_ended_run(Path(target))
+    if known is not None and known.run_id != status.run_id:
+        # A coordinator that was killed leaves its address behind, and its port to others.
+        raise RunError(f"no run is going on in {target}: at its last address {address} answers {status.run_id} by now")
+    return status
 
 
 def _address(target: str) -> str:

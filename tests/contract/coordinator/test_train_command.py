@@ -185,3 +185,22 @@ async def test_an_address_file_that_cannot_be_written_is_not_called_a_port_in_us
     status, _, errors = await finish(await rollwire("train", "--resume", run_dir(world), "run.max_steps=4"))
     assert status == 1
     assert errors == f"error: {place} cannot be written: Is a directory; check space and permissions\n"
+
+
+async def test_an_address_that_another_run_has_by_now_is_not_taken_for_this_run(world: Any, rollwire: Rollwire) -> None:
+    """A coordinator that was killed leaves its address behind."""
+    assert (await finish(await rollwire("train", write_config(world))))[0] == 0
+    ended = run_dir(world)
+    other = await rollwire("train", write_config(world, name="other", max_steps=100_000))
+    await first_step(other)
+    (going_on,) = (world.directory / "out" / "runs" / "other").iterdir()
+    (ended / "coordinator.json").write_text((going_on / "coordinator.json").read_text())
+    status, output, _ = await finish(await rollwire("status", ended))
+    assert status == 0 and "finished, 3 steps committed" in output
+    status, output, errors = await finish(await rollwire("stop", ended))
+    assert (status, output) == (1, "")
+    assert errors.startswith(f"error: no run is going on in {ended}: at its last address 127.0.0.1:")
+    assert other.returncode is None
+    status, output, _ = await finish(await rollwire("stop", going_on))
+    assert (status, output) == (0, "stopping\n")
+    assert (await finish(other))[0] == 0
