@@ -7,6 +7,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says something about the machine and what else it does, not about the code.
+settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -146,12 +146,21 @@ async def test_ranks_sleep_and_wake_together(start: Callable[..., Learner], tmp_
     assert (await _train(learner.address(), _samples(2, 20))).version.step == 2
 
 
+async def _refusal(client: LearnerClient) -> str:
+    """Returns why a step from a version that there never was may not begin: a step that runs comes first."""
+    header = learner_pb2.TrainHeader(optimizer_steps=1, base_version={"lineage": "none", "step": 0})
+    header.fence.run_id, header.fence.epoch = "test", 1
+    with pytest.raises(RollwireError) as raised:
+        await client.train(header, [])
+    return raised.value.message
+
+
 async def test_a_killed_rank_ends_the_step_and_the_learner(start: Callable[..., Learner], tmp_path: Path) -> None:
     learner = start(command(*_serve(tmp_path, "learner.world_size=2")))
-    step = asyncio.create_task(_train(learner.address(), _samples(2000, 60)))
-    while not step.done() and learner.log().count("policy loaded") < 2:
-        await asyncio.sleep(0.1)
-    await asyncio.sleep(4)  # now it computes: two thousand passes take much longer
+    step = asyncio.create_task(_train(learner.address(), _samples(4000, 60)))
+    async with asyncio.timeout(100), LearnerClient(learner.address()) as client:
+        while "is being computed" not in await _refusal(client):  # thousands of passes take long
+            await asyncio.sleep(0.05)
     (other,) = learner.rank_pids()
     os.kill(other, signal.SIGKILL)
     killed = time.monotonic()

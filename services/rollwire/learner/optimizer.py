@@ -75,6 +75,7 @@ class PolicyOptimizer:
         rate = learning_rate(self.attempted, self._total_steps, self._settings)
         norm = self._gradients.norm()
         applied = math.isfinite(norm)
+        self.attempted += 1  # first, because a step that fails may have changed some parameters
         if applied:
             self._gradients.clip(norm, self._settings.max_grad_norm)
             for group in self.adamw.param_groups:
@@ -82,7 +83,6 @@ class PolicyOptimizer:
             self.adamw.step()
         self._gradients.scale.update(applied)
         self.discard_gradients()
-        self.attempted += 1
         self.applied += applied
         return StepOutcome(applied, norm, rate)
 

@@ -77,8 +77,8 @@ class Trainer:
         ranks: The processes that train together.
         version: The version that the weights are.
         publisher: Holds that version for readers; may be read from any thread.
-        changed: True from the first applied optimizer step of a training step until that step has completed, and when
-            nothing is published any more: after an error in between the weights are those of no version.
+        changed: True when work has failed after it had changed something that later steps depend on, or when nothing is
+            published any more: what there is then is the state of no version.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Trainer:
         """
         started = time.perf_counter()
         optimizers = [item for item in (self._optimizer, self._critic_optimizer) if item is not None]
-        applied_before = [optimizer.applied for optimizer in optimizers]
+        attempted_before = [optimizer.attempted for optimizer in optimizers]
         try:
             with self._enough_memory():
                 metrics = self._train_models(samples, settings)
@@ -162,7 +162,7 @@ class Trainer:
         except BaseException:
             for optimizer in optimizers:
                 optimizer.discard_gradients()
-            stepped = applied_before != [optimizer.applied for optimizer in optimizers]
+            stepped = attempted_before != [optimizer.attempted for optimizer in optimizers]
             self.changed = stepped or self.publisher.manifest is None
             raise
         ended = time.perf_counter()

@@ -279,6 +279,54 @@ async def test_a_step_that_fails_half_way_begins_another_lineage(
         assert (await client.train(await header(client), batch())).version.step == 1
 
 
+async def test_a_step_that_fails_after_a_vetoed_part_begins_another_lineage_too(
+    connect: Connect, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are as before, but the schedule and the loss scale have moved on: the step would not be the same."""
+
+    def fails(policy: Any, optimizer: Any, *arguments: Any) -> Any:
+        next(iter(policy.model.parameters())).grad = torch.full_like(next(iter(policy.model.parameters())), torch.inf)
+        assert not optimizer.step().applied
+        raise RuntimeError("out of luck")
+
+    async with connect() as client:
+        before = await client.get_info()
+        with monkeypatch.context() as patch:
+            patch.setattr("rollwire.learner.trainer.train_step", fails)
+            await refused(client.train(await header(client), batch()), Reason.INTERNAL, grpc.StatusCode.INTERNAL)
+        after = await client.get_info()
+        assert after.version.lineage != before.version.lineage
+        assert after.digest == before.digest
+
+
+async def test_a_step_that_fails_within_the_optimizer_begins_another_lineage_too(
+    connect: Connect, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as for want of memory for the moments of some parameters, after the others were changed."""
+    plain = torch.optim.AdamW.step
+
+    def half(adamw: torch.optim.AdamW) -> None:
+        groups = adamw.param_groups
+        adamw.param_groups = groups[:1]
+        plain(adamw)
+        adamw.param_groups = groups
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async with connect() as client:
+        before = await client.get_info()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.optim.AdamW, "step", half)
+            await refused(
+                client.train(await header(client), batch()),
+                Reason.DEVICE_MEMORY_EXHAUSTED,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+            )
+        after = await client.get_info()
+        assert after.version.lineage != before.version.lineage
+        assert after.digest != before.digest
+        assert (await client.train(await header(client), batch())).version.step == 1
+
+
 async def test_a_learner_that_cannot_name_its_weights_ends(
     connect: Connect, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
