@@ -21,12 +21,14 @@ class ResumedRun:
 
     Attributes:
         run_dir: Its directory.
+        stored: What it was started or went on with before.
         config: What it goes on with.
         exact: True if what follows can be bit for bit what would have followed.
         steps: Training steps done.
     """
 
     run_dir: RunDir
+    stored: RunConfig
     config: RunConfig
     exact: bool
     steps: int
@@ -60,7 +62,7 @@ def find_resumed(path: Path, arguments: Sequence[str] | None) -> ResumedRun:
         raise RunError(
             f"the run was started in {stored.working_dir}, which its relative paths need: {error.strerror}"
         ) from error
-    return ResumedRun(stored.run_dir, found.config, found.exact, stored.steps)
+    return ResumedRun(stored.run_dir, before, found.config, found.exact, stored.steps)
 
 
 def how_to_resume(directory: Path, *, launch: bool) -> str:

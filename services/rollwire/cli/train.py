@@ -104,6 +104,9 @@ def _run(console: Console, config: RunConfig, run_dir: RunDir, *, launch: bool, 
             if resumed is None and str(run_dir.path) not in str(error):
                 _remove(console, run_dir)
             raise
+        finally:
+            if resumed is not None and not progress.status.began:
+                write_config(run_dir, resumed.stored)  # what kept the run from going on is not asked for again
     if summary is None:
         assert interrupts.received is not None
         console.print(f"ended by {interrupts.received.name} after {counted(progress.status.step, 'step')}")

@@ -70,14 +70,16 @@ class GroupPlayer:
         """
         progress = GroupProgress(plan, self._budgets.attempts, tally)
         avoid: RolloutServer | None = None
-        busy_until = asyncio.get_running_loop().time() + self._group_timeout_s
+        busy_until: float | None = None  # the wait for a place in the pool is no refusal
         while True:
             episodes = len(progress.missing)
             server = await self._pool.acquire(episodes, avoid)
             try:
                 await self._attempt(server, progress, required_version)
             except _BusyError as busy:
-                if asyncio.get_running_loop().time() > busy_until:
+                now = asyncio.get_running_loop().time()
+                busy_until = now + self._group_timeout_s if busy_until is None else busy_until
+                if now > busy_until:
                     raise RunError(
                         f"the rollout server at {server.client.target} had no room for {episodes} episodes during "
                         f"timeouts.group_s={self._group_timeout_s:g} s; is another run using it?"
@@ -86,6 +88,7 @@ class GroupPlayer:
                 continue
             finally:
                 self._pool.release(server, episodes)
+            busy_until = None
             if progress.complete or progress.exhausted:
                 return progress
             last = progress.failures[-1]

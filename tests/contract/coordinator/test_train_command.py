@@ -204,3 +204,14 @@ async def test_an_address_that_another_run_has_by_now_is_not_taken_for_this_run(
     status, output, _ = await finish(await rollwire("stop", going_on))
     assert (status, output) == (0, "stopping\n")
     assert (await finish(other))[0] == 0
+
+
+async def test_settings_that_keep_a_run_from_going_on_are_not_remembered(world: Any, rollwire: Rollwire) -> None:
+    assert (await finish(await rollwire("train", write_config(world))))[0] == 0
+    stored = (run_dir(world) / "config.yaml").read_text()
+    wrong = ("run.max_steps=4", "services.rollout=[127.0.0.1:1]", "timeouts.ready_s=0.2")
+    status, _, errors = await finish(await rollwire("train", "--resume", run_dir(world), *wrong))
+    assert status == 1 and "not ready after timeouts.ready_s=0.2 s: rollout server at 127.0.0.1:1" in errors
+    assert (run_dir(world) / "config.yaml").read_text() == stored
+    status, output, errors = await finish(await rollwire("train", "--resume", run_dir(world), "run.max_steps=4"))
+    assert (status, errors) == (0, "") and "step 4/4" in output

@@ -26,7 +26,9 @@ def test_a_run_that_would_go_on_is_named_with_its_steps() -> None:
     config = load_config(None, ["run.max_steps=6"])
     place = RunDir(Path("/out/runs/lake/then"), Path("/out/tensorboard/lake/then"), datetime.now(UTC))
     stream = io.StringIO()
-    print_dry_run(Console(file=stream), config, launch=True, resumed=ResumedRun(place, config, exact=True, steps=1))
+    print_dry_run(
+        Console(file=stream), config, launch=True, resumed=ResumedRun(place, config, config, exact=True, steps=1)
+    )
     text = stream.getvalue()
     assert "Would go on in /out/runs/lake/then: 1 step of 6 done, 5 to go." in text
     assert "serve learner /out/runs/lake/then/config.yaml run.output_dir=/out/runs/lake/then" in text
