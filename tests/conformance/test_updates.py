@@ -14,13 +14,14 @@ from rollwire.v1 import rollout_pb2, trajectory_pb2
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 WAIT, ABORT, KEEP = rollout_pb2.PAUSE_MODE_WAIT, rollout_pb2.PAUSE_MODE_ABORT, rollout_pb2.PAUSE_MODE_KEEP
+MAX_TOKENS, ABORTED = trajectory_pb2.STOP_REASON_MAX_TOKENS, trajectory_pb2.STOP_REASON_ABORTED
 MODES = pytest.mark.parametrize("mode", [WAIT, ABORT, KEEP], ids=["wait", "abort", "keep"])
 TOKENS = 96
 CALLERS = 8
 
 
 @asynccontextmanager
-async def callers(bench: Any, answers: list[Any]) -> AsyncIterator[None]:
+async def callers(bench: Any, answers: list[Any], **sampling: Any) -> AsyncIterator[None]:
     """Keeps generations running, each ends well or the block raises."""
     stop, started = asyncio.Event(), asyncio.Event()
 
@@ -28,7 +29,7 @@ async def callers(bench: Any, answers: list[Any]) -> AsyncIterator[None]:
         seed = number * 1000
         while not stop.is_set():
             prompt = [(number * 7 + position) % 250 for position in range(5 + number)]
-            answers.append(await bench.generate(prompt, TOKENS, seed))
+            answers.append(await bench.generate(prompt, TOKENS, seed, **sampling))
             seed += 1
             started.set()
 
@@ -59,15 +60,29 @@ async def test_generations_while_versions_change(bench: Any, mode: int) -> None:
         assert mixed
     else:
         assert not mixed
-    assert (trajectory_pb2.STOP_REASON_ABORTED in reasons) == (mode == ABORT)
-    assert reasons <= {trajectory_pb2.STOP_REASON_MAX_TOKENS, trajectory_pb2.STOP_REASON_ABORTED}
+    assert (ABORTED in reasons) == (mode == ABORT)
+    assert reasons <= {MAX_TOKENS, ABORTED}
     for sequence, reason in answers:
-        if reason == trajectory_pb2.STOP_REASON_MAX_TOKENS:
+        if reason == MAX_TOKENS:
             assert sum(sequence.loss_mask) == TOKENS
     bound = kit.LOGPROB_BOUNDS[bench.device, "float32"]
     assert max(bench.learner.logprob_gaps(sequence for sequence, _ in answers)) < bound
     # Another version would have been told apart.
     assert max(bench.learner.logprob_gaps((sequence for sequence, _ in answers[-8:]), shift=-1)) > 10 * bound
+
+
+@MODES
+async def test_raw_log_probabilities_while_versions_change(bench: Any, mode: int) -> None:
+    """Engines may score what was drawn afterwards; it has to be by the version that drew it."""
+    answers: list[Any] = []
+    async with callers(bench, answers, temperature=0.7, logprob_mode=trajectory_pb2.LOGPROB_MODE_RAW):
+        for _ in range(3):
+            await bench.drawn(TOKENS)
+            await bench.update(mode, 0.01)
+    assert {reason for _, reason in answers} <= {MAX_TOKENS, ABORTED}
+    assert sum(reason == MAX_TOKENS for _, reason in answers) >= CALLERS
+    gaps = bench.learner.logprob_gaps(sequence for sequence, _ in answers)
+    assert max(gaps) < kit.LOGPROB_BOUNDS[bench.device, "float32"]
 
 
 @MODES

@@ -68,7 +68,7 @@ class Publisher:
         """Returns how far each drawn token's log-probability is from the learner's under the version of its span.
 
         Args:
-            sequences: Token sequences, drawn at temperature 1.
+            sequences: Token sequences, drawn at temperature 1, or with LOGPROB_MODE_RAW.
             shift: Added to the step of each version: what if the tokens were another version's?
         """
         wanted: dict[int, list[tuple[ScoredSequence, np.ndarray]]] = {}
@@ -123,9 +123,10 @@ class Bench:
         self.learner.model = kit.make_model(kit.BUILTIN)
         await self.update(rollout_pb2.PAUSE_MODE_WAIT, 0.0)
 
-    async def generate(self, token_ids: list[int], max_tokens: int, seed: int) -> tuple[Any, int]:
+    async def generate(self, token_ids: list[int], max_tokens: int, seed: int, **sampling: Any) -> tuple[Any, int]:
         """Generates once; returns the `TokenSequence` and the reason to stop."""
-        settings = trajectory_pb2.SamplingSettings(temperature=1.0, max_tokens=max_tokens, stop_token_ids=[0])
+        changed = {"temperature": 1.0, **sampling}
+        settings = trajectory_pb2.SamplingSettings(max_tokens=max_tokens, stop_token_ids=[0], **changed)
         request = rollout_pb2.GenerateRequest(token_ids=token_ids, sampling=settings, seed=seed)
         sequence = trajectory_pb2.TokenSequence(
             token_ids=token_ids, loss_mask=[False] * len(token_ids), logprobs=[0.0] * len(token_ids)

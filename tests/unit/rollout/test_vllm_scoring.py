@@ -1,6 +1,6 @@
 """Raw log-probabilities of the vllm engine, which take a second request, against a stand-in for `AsyncLLM`.
 
-Whoever aborts everything may load other weights right afterwards: nothing may be scored then as the old version's.
+Whoever aborts everything may load other weights right afterwards: what was drawn is scored before, or given up.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class FakeVllm:
         self.begun: list[dict[str, Any]] = []
         self.ends: dict[str, asyncio.Future[str]] = {}
         self.changed = asyncio.Event()
+        self.deaf = False  # to aborts
 
     async def generate(
         self, prompt: Any, sampling_params: dict[str, Any], request_id: str
@@ -59,7 +60,8 @@ class FakeVllm:
         self.changed.set()
         reason = await self.ends[request_id]
         tokens = TOKENS[:1] if reason == "abort" else TOKENS
-        scores = [0.0, *(-float(token) for token in TOKENS)] if "prompt_logprobs" in sampling_params else None
+        prompt = prompt["prompt_token_ids"]
+        scores = [-float(token) for token in prompt] if "prompt_logprobs" in sampling_params else None
         completion = SimpleNamespace(
             token_ids=tokens, logprobs=SimpleNamespace(logprobs=[-1.0] * len(tokens)), finish_reason=reason
         )
@@ -68,7 +70,7 @@ class FakeVllm:
 
     async def abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            if not self.ends[request_id].done():
+            if not self.deaf and not self.ends[request_id].done():
                 self.ends[request_id].set_result("abort")
 
     async def requests(self, count: int) -> list[asyncio.Future[str]]:
@@ -102,21 +104,42 @@ async def test_drawn_tokens_are_scored_by_a_second_request() -> None:
     assert (piece.token_ids, piece.logprobs, piece.stop_reason) == (TOKENS, [-4.0, -5.0, -6.0], MAX_TOKENS)
 
 
-@pytest.mark.parametrize("when", ["while it draws", "when it has drawn", "while it scores"])
-async def test_an_abort_gives_up_what_is_not_scored(when: str) -> None:
+async def test_what_was_drawn_before_an_abort_is_scored_before_it_returns() -> None:
+    fake = FakeVllm()
+    found = engine(fake)
+    drawing, scoring = (asyncio.create_task(complete(found)) for _ in range(2))
+    (await fake.requests(2))[1].set_result("length")
+    await fake.requests(3)
+    aborting = asyncio.create_task(found.abort_all())
+    requests = await fake.requests(4)
+    assert requests[0].result() == "abort" and not requests[2].done() and not aborting.done()
+    for request in requests[2:]:
+        request.set_result("length")
+    await aborting
+    cut, whole = await drawing, await scoring
+    assert (cut.token_ids, cut.logprobs, cut.stop_reason) == ([4], [-4.0], ABORTED)
+    assert (whole.token_ids, whole.logprobs, whole.stop_reason) == (TOKENS, [-4.0, -5.0, -6.0], MAX_TOKENS)
+
+
+@pytest.mark.parametrize("when", ["while it scores", "while it draws"])
+async def test_what_an_abort_cannot_wait_for_is_given_up(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollwire.rollout.engines.vllm_engine._ABORT_PATIENCE_S", 0.05)
     fake = FakeVllm()
     found = engine(fake)
     generating = asyncio.create_task(complete(found))
     (drawing,) = await fake.requests(1)
-    if when != "while it draws":
-        drawing.set_result("length")
     if when == "while it scores":
+        drawing.set_result("length")
         await fake.requests(2)
+        await found.abort_all()
+    else:
+        fake.deaf = True
+        await found.abort_all()
+        drawing.set_result("length")
     begun = len(fake.begun)
-    await found.abort_all()
     piece = await generating
     assert (piece.token_ids, piece.logprobs, piece.stop_reason) == ([], [], ABORTED)
-    assert len(fake.begun) == begun, "a request began after everything was aborted"
+    assert len(fake.begun) == begun, "other weights may have scored it"
     # The next generation is scored as ever.
     again = asyncio.create_task(complete(found))
     (await fake.requests(begun + 1))[begun].set_result("length")

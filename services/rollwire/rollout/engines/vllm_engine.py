@@ -79,8 +79,9 @@ class VllmEngine:
         self._final_only, self._delta = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
         self._dead_error = EngineDeadError
         self._numbers = itertools.count()
-        self._aborts = 0  # how often everything was aborted
+        self._aborts = 0  # how often `abort_all` has returned
         self._running: set[str] = set()
+        self._scoring: set[str] = set()  # those of them that score what was drawn
         self._none_running = asyncio.Event()
         self._none_running.set()
         self._version = weights_pb2.WeightVersion()
@@ -126,9 +127,8 @@ class VllmEngine:
                 if output.finished:
                     ended = stop_reason(request, drawn, completion.finish_reason)
                 logprobs = drawn_logprobs(request.sampling, completion)
-                if scoring:
-                    scored = None if ended == _ABORTED else await self._raw_logprobs(request, drawn, version, aborts)
-                    # Who aborts wants the engine at rest, and may load other weights: what was drawn is given up.
+                if scoring and drawn:
+                    scored = await self._raw_logprobs(request, drawn, version, aborts)
                     token_ids, logprobs, ended = ([], [], _ABORTED) if scored is None else (token_ids, scored, ended)
                 yield Piece(token_ids, logprobs, version, ended)
 
@@ -138,15 +138,18 @@ class VllmEngine:
     async def abort_all(self) -> None:
         """See `Engine`."""
         # A generation that vLLM has not registered yet is not aborted, so it is asked again. One whose receiver has
-        # stopped reading has ended although its iterator has not; such receivers are not waited for.
-        self._aborts += 1
+        # stopped reading has ended although its iterator has not; such receivers are not waited for. What was drawn is
+        # still scored: only the version that drew it can do that.
         with suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_PATIENCE_S):
                 while self._running:
-                    await self._engine.abort(list(self._running))
+                    await self._engine.abort(list(self._running - self._scoring))
                     with suppress(TimeoutError):
                         async with asyncio.timeout(_ABORT_INTERVAL_S):
                             await self._none_running.wait()
+        self._aborts += 1
+        if self._scoring:
+            await self._engine.abort(list(self._scoring))
 
     async def stage_weights(
         self,
@@ -331,13 +334,15 @@ class VllmEngine:
         await asyncio.to_thread(stop_vllm, engine)
 
     async def _outputs(
-        self, token_ids: Any, arguments: Mapping[str, Any], version: weights_pb2.WeightVersion
+        self, token_ids: Any, arguments: Mapping[str, Any], version: weights_pb2.WeightVersion, *, scoring: bool = False
     ) -> AsyncGenerator[Any, None]:
         """Runs one vLLM request; closing the iterator aborts it."""
         request_id = str(next(self._numbers))
         # The salt keeps what one version has computed out of another's prefixes.
         prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": version_text(version)}
         self._running.add(request_id)
+        if scoring:
+            self._scoring.add(request_id)
         self._none_running.clear()
         try:
             parameters = self._sampling_params(**arguments)
@@ -357,6 +362,7 @@ class VllmEngine:
 
     def _ended(self, request_id: str) -> None:
         self._running.discard(request_id)
+        self._scoring.discard(request_id)
         if not self._running:
             self._none_running.set()
 
@@ -366,7 +372,8 @@ class VllmEngine:
         """Scores drawn tokens under the raw distribution, in one pass over the whole sequence.
 
         Returns:
-            As many log-probabilities as tokens; None if everything was aborted since there were `aborts` such calls.
+            As many log-probabilities as tokens; None if it was too late: more than `aborts` calls of `abort_all` have
+            returned, and the weights may be others.
         """
         tokens = [*request.token_ids, *drawn]
         if self._aborts != aborts:
@@ -384,7 +391,7 @@ class VllmEngine:
             "detokenize": False,
         }
         arguments |= {"output_kind": self._final_only, "ignore_eos": True}
-        async with aclosing(self._outputs(tokens, arguments, version)) as outputs:
+        async with aclosing(self._outputs(tokens, arguments, version, scoring=True)) as outputs:
             async for output in outputs:
                 if output.prompt_logprobs is None or output.outputs[0].finish_reason == "abort":
                     break
