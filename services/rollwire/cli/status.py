@@ -79,10 +79,11 @@ def status_command(target: str, *, as_json: bool) -> None:
 
 def stop_command(target: str, cause: str) -> None:
     """Asks a run to end after the step in progress. Raises `RunError`."""
+    by_directory = Path(target).is_dir()
 
     async def ask() -> coordinator_pb2.StopResponse:
         address = _address(target)
-        if Path(target).is_dir():
+        if by_directory:
             await _get_status(target)  # whether it is this run that answers
         async with CoordinatorClient(address) as client:
             try:

@@ -94,7 +94,7 @@ class External:
         self._submissions = Submissions(
             groups, self._terms, ledger, self._gate, lambda: status.version, staleness, timeout_s
         )
-        self._pushed = PushedSource(groups, self._submissions, ledger, timeout_s, status.count_episode)
+        self._pushed = PushedSource(groups, self._submissions, ledger, timeout_s, status.count_episode, pool.check)
         agents = AgentSource(desk, self._sessions, ledger, lambda: status.version, staleness, timeout_s, budgets)
         by_kind: Mapping[str, GroupSource] = {"agent": agents, "pushed": self._pushed}
         self.sources = {tag: by_kind[entry.source] for tag, entry in self._entries.items() if entry.source in by_kind}

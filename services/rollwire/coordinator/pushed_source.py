@@ -41,6 +41,7 @@ class PushedSource:
         ledger: Has their trajectories.
         group_timeout_s: How long a training group waits for one.
         on_episode: Called for every episode that is taken.
+        check: Raises `RunError` when no server is left that pushers could draw tokens from.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class PushedSource:
         ledger: Ledger,
         group_timeout_s: float,
         on_episode: Callable[[], None],
+        check: Callable[[], None],
     ) -> None:
         self._groups = groups
         self._submissions = submissions
         self._ledger = ledger
         self._group_timeout_s = group_timeout_s
         self._on_episode = on_episode
+        self._check = check
         self._places: defaultdict[str, deque[GroupPlan]] = defaultdict(deque)
 
     def wanted(self, tag: str, pushers: int = 1) -> int:
@@ -68,6 +71,9 @@ class PushedSource:
         """Waits for a complete group and takes it; gives up when none comes for too long.
 
         Without staleness only groups of the newest version wait, which is the required one.
+
+        Raises:
+            RunError: The run cannot go on.
         """
         places = self._places[plan.environment_tag]
         places.append(plan)
@@ -94,6 +100,7 @@ class PushedSource:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._group_timeout_s
         while loop.time() < end:
+            self._check()
             await self._submissions.clear_out()
             if places[0] is plan:
                 group = self._groups.take(plan.environment_tag)

@@ -140,8 +140,7 @@ class RolloutPool:
             RunError: All servers are gone.
         """
         while True:
-            if self._fatal is not None:
-                raise self._fatal
+            self.check()
             free = [
                 server
                 for server in self.servers
@@ -151,9 +150,14 @@ class RolloutPool:
                 server = min(free, key=lambda server: (server is avoid, server.in_flight))
                 server.in_flight += episodes
                 return server
-            if all(server.state is ServerState.GONE for server in self.servers):
-                raise RunError(self._gone_text())
             await self._changed.wait()
+
+    def check(self) -> None:
+        """Raises `RunError` when all servers are gone, or one cannot be brought the present version."""
+        if self._fatal is not None:
+            raise self._fatal
+        if all(server.state is ServerState.GONE for server in self.servers):
+            raise RunError(self._gone_text())
 
     def release(self, server: RolloutServer, episodes: int) -> None:
         """Takes back the room of episodes that have results."""

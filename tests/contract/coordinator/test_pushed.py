@@ -367,6 +367,24 @@ async def test_a_run_that_nobody_pushes_to_ends_with_a_reason(world: Any) -> Non
     assert "no complete group was pushed as Pushed during timeouts.group_s=0.05 s; start a pusher" in str(raised.value)
 
 
+async def test_a_run_for_pushers_ends_when_no_rollout_server_is_left(world: Any) -> None:
+    """Nobody could draw tokens any more, so that waiting for pushers would be in vain."""
+    stopped: list[asyncio.Task[None]] = []
+
+    def stop(step: int) -> None:
+        stopped.append(asyncio.create_task(world.hosts[world.rollout].stop()))
+
+    world.notes.at_step = stop
+    async with running(world, "batch.groups_per_step=1", "timeouts.group_s=600", "run.max_steps=9") as (run, pusher):
+        await pusher.wait_wanted(1, 0)
+        await pusher.push([trajectory("a", 0), trajectory("a", 1)])
+        await pusher.wait_wanted(1, 1)
+        await asyncio.gather(*stopped)
+        await pusher.push([trajectory("b", 0, step=1), trajectory("b", 1, step=1)])
+        with pytest.raises(RunError, match=r"all rollout servers were lost for more than 1\.5 s"):
+            await run
+
+
 async def test_the_server_reads_on_only_while_it_has_room(world: Any) -> None:
     release = asyncio.Event()
 

@@ -98,7 +98,7 @@ async def test_the_place_that_was_there_first_takes_the_group_whoever_looks_firs
     """A later place may only be consumed later: there the same weights would be too old."""
     item = make_trajectory("theirs", tag="Pushed")
     groups, waits, ledger = PushedGroups(size=1, capacity=4), _Waits(), _Stored([item])
-    source: Any = PushedSource(groups, waits, ledger, 60.0, lambda: None)  # type: ignore[arg-type]
+    source: Any = PushedSource(groups, waits, ledger, 60.0, lambda: None, lambda: None)  # type: ignore[arg-type]
     planner = Planner(
         load_config(
             None,
