@@ -6,7 +6,8 @@ messages, dataclasses of Rollwire); the caller gets what rank 0 returns. Inside,
 collective operations in the same order; calls from there to other decorated methods are ordinary calls. Use
 `Ranks.gather` for what ranks must tell each other and `Ranks.agree` before anything that one rank may have to refuse: a
 `RollwireError` must be raised on all ranks or on none and leaves them usable. Any other exception on any rank, and any
-rank that dies, ends them all with `RANK_FAILED`, see `rank_watch`.
+rank that dies, ends them all with `RANK_FAILED`, see `rank_watch`. That holds for a single rank whose parameters are
+sharded as well: gradients and gathered parameters of work that failed half way cannot be told from those of the next.
 """
 
 from __future__ import annotations
@@ -95,6 +96,11 @@ class Ranks:
             self._messages = distributed.new_group(backend="gloo", timeout=_FOREVER)
 
     @property
+    def whole(self) -> bool:
+        """True if the model is whole on this one rank. Only then is it usable after work that failed half way."""
+        return self.size == 1 and self.meshes is None
+
+    @property
     def message_group(self) -> Any:
         """The process group over which bytes travel; None when there is one rank."""
         return self._messages
@@ -152,9 +158,8 @@ class Ranks:
         except (RollwireError, InterruptedWorkError):
             raise
         except BaseException as error:
-            assert self.watch is not None
-            failure = self.watch.judge(describe(self.rank, error))
-            raise rank_failed(failure) from error
+            failure = describe(self.rank, error)
+            raise rank_failed(failure if self.watch is None else self.watch.judge(failure)) from error
         finally:
             self.in_command = False
 
@@ -165,9 +170,9 @@ def on_all_ranks(method: Callable[Concatenate[Any, _P], _T]) -> Callable[Concate
     @functools.wraps(method)
     def run(self: Any, *arguments: _P.args, **named: _P.kwargs) -> _T:
         ranks: Ranks = self.ranks
-        if ranks.size == 1 or ranks.in_command:
+        if ranks.whole or ranks.in_command:
             return method(self, *arguments, **named)
-        with ranks.command(codec.encode([method.__name__, arguments, named])):
+        with ranks.command(codec.encode([method.__name__, arguments, named]) if ranks.size > 1 else b""):
             return method(self, *arguments, **named)
 
     run.__dict__[_MARK] = True

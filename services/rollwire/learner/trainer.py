@@ -149,7 +149,8 @@ class Trainer:
 
         Raises:
             InterruptedWorkError: `interrupt` was called.
-            RollwireError: RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED`, on one rank; several end, as after any error.
+            RollwireError: RESOURCE_EXHAUSTED / `DEVICE_MEMORY_EXHAUSTED` where the model is whole; else ranks end, as
+                after any error.
         """
         started = time.perf_counter()
         optimizers = [item for item in (self._optimizer, self._critic_optimizer) if item is not None]
@@ -249,7 +250,7 @@ class Trainer:
             yield
         except torch.OutOfMemoryError as error:
             told = out_of_memory(error, self._budget.micro_batch_tokens)
-            if self.ranks.size > 1:  # the others compute on: it ends them all
+            if not self.ranks.whole:  # it ends them all
                 raise torch.OutOfMemoryError(told.message) from error
             raise told from error
 
