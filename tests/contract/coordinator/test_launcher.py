@@ -106,9 +106,10 @@ async def test_a_child_that_was_killed_names_the_signal(launch: Launch) -> None:
 
 
 async def test_a_child_that_never_binds_a_port_is_named(launch: Launch) -> None:
-    launcher = launch(ready_s=0.3, rollout="import time; time.sleep(60)")
+    launcher = launch(ready_s=0.3, environment="import time; time.sleep(60)")  # the first that is looked at
     with pytest.raises(
-        RunError, match=r"the rollout server bound no port within timeouts.ready_s=0.3 s; its log is .*rollout.log"
+        RunError,
+        match=r"the environment server bound no port within timeouts.ready_s=0.3 s; its log is .*environment.log",
     ):
         await launcher.start()
 

@@ -342,7 +342,8 @@ async def test_with_staleness_older_tokens_are_trained_within_the_bound(world: A
 
 
 async def test_a_group_that_stays_incomplete_is_dropped(world: Any) -> None:
-    async with running(world, "timeouts.group_s=1") as (_, pusher):
+    # One group waits at a time: the run gives up after five of them.
+    async with running(world, "timeouts.group_s=1", "batch.groups_per_step=1") as (_, pusher):
         await pusher.wait_wanted(1, 0)
         await pusher.push_one(trajectory("half"))
         await asyncio.sleep(1.0)

@@ -267,11 +267,13 @@ async def test_cancelling_leaves_a_ledger_that_says_so(world: Any) -> None:
 
     world.rollout.before_group = hang
     task = asyncio.create_task(world.run())
-    while len(world.notes.steps) < 1:
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while len(world.notes.steps) < 1:
+            await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert query(world, "SELECT state FROM run") == [("cancelled",)]
-    await asyncio.sleep(0.05)
-    assert world.rollout.in_flight == 0, "the server was told to stop playing"
+    async with asyncio.timeout(30):  # less than it would go on for
+        while world.rollout.in_flight:
+            await asyncio.sleep(0.01)

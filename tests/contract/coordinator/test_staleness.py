@@ -47,11 +47,17 @@ async def test_nothing_older_than_the_bound_is_trained(two_rollouts: Any, stalen
 
 
 async def test_groups_are_played_while_the_learner_trains(world: Any) -> None:
+    expected = [4, 6, 6]
     during_training: list[int] = []
 
+    def played() -> int:
+        return len([request for request in world.rollout.requests if request.group_id[0] == "g"])
+
     async def count() -> None:
-        await asyncio.sleep(0.1)
-        during_training.append(len([request for request in world.rollout.requests if request.group_id[0] == "g"]))
+        async with asyncio.timeout(30):
+            while played() < expected[len(during_training)]:
+                await asyncio.sleep(0.005)
+        during_training.append(played())
 
     train = world.learner.Train
 
@@ -63,7 +69,7 @@ async def test_groups_are_played_while_the_learner_trains(world: Any) -> None:
     await world.hosts[world.learner].stop()
     await world.hosts[world.learner].start()
     await world.run("max_staleness=1", "validation.episodes=0")
-    assert during_training == [4, 6, 6], "one step ahead, and never beyond the last step"
+    assert during_training == expected and played() == 6, "one step ahead, and never beyond the last step"
 
 
 async def test_without_staleness_nothing_is_played_while_the_learner_trains(world: Any) -> None:
