@@ -90,6 +90,25 @@ async def test_after_weights_are_dropped_nothing_serves_until_an_update(serve: A
         assert (await sample(bench))[2] == {2}
 
 
+async def test_what_waits_for_dropped_weights_ends_when_the_server_wakes_without_them(serve: Any) -> None:
+    async with serve() as bench:
+        script = bench.environments.script
+        script.never_ends, script.max_turns, script.step_s = True, 100, 0.1
+        playing = asyncio.create_task(bench.play())
+        await bench.environments.stepped.wait()
+        await sleep(bench, DISCARD)
+        waiting = asyncio.create_task(refused(sample(bench)))
+        await wake(bench)
+        assert (await waiting)[1] == Reason.NO_WEIGHTS
+        failures = [result.failure for result in await playing]
+        assert len(failures) == 3
+        for failure in failures:
+            assert failure.reason == trajectory_pb2.FAILURE_REASON_GENERATION_ERROR
+            assert Reason.NO_WEIGHTS in failure.message
+        await bench.update(1)
+        assert (await sample(bench))[2] == {1}
+
+
 async def test_what_is_kept_may_be_dropped_later_but_not_the_other_way(serve: Any) -> None:
     async with serve() as bench:
         await sleep(bench, HOST)
