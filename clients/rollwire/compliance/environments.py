@@ -151,11 +151,16 @@ class EnvironmentCompliance:
     async def test_leases_end_and_are_renewed(self, target: str) -> None:
         """A session without calls is gone after its lease, and not before."""
         async with EnvironmentClient(target) as client:
-            short, renewed = [await client.open_session(self._opening(1, lease_s=1)) for _ in range(2)]
+            short, renewed, shortened = [
+                await client.open_session(self._opening(1, lease_s=lease_s)) for lease_s in (1, 30, 30)
+            ]
             answer = await client.renew_session(renewed.session_id, 120)
             assert answer.lease.ToSeconds() == 120
+            answer = await client.renew_session(shortened.session_id, 1)
+            assert answer.lease.ToSeconds() == 1
             await asyncio.sleep(1.5)
-            await refused(client.step(short.session_id, 0, self.actions[0]), Reason.UNKNOWN_SESSION)
+            for ended in (short, shortened):
+                await refused(client.step(ended.session_id, 0, self.actions[0]), Reason.UNKNOWN_SESSION)
             assert not (await client.step(renewed.session_id, 0, self.actions[0])).HasField("failure")
             await client.close_session(renewed.session_id)
 

@@ -111,13 +111,19 @@ async def test_a_turn_whose_caller_gave_up_is_played_to_its_end(
     assert troublesome.log.count("slow turn") == 1
 
 
-async def test_the_next_turn_has_to_wait_for_the_one_being_played(client: EnvironmentClient, opening: Opening) -> None:
-    opened = await client.open_session(opening("Troublesome"))
-    playing = asyncio.create_task(client.step(opened.session_id, 0, "slow"))
-    await asyncio.sleep(0.1)
-    await refused(client.step(opened.session_id, 1, "a"), grpc.StatusCode.FAILED_PRECONDITION, Reason.WRONG_TURN)
-    await playing
-    assert (await client.step(opened.session_id, 1, "a")).observation == "2: a"
+async def test_the_next_turn_has_to_wait_for_the_one_being_played(
+    serve: Any, opening: Opening, troublesome: Any
+) -> None:
+    patient = {"Troublesome": {"type": "troublesome:Troublesome", "isolation": "thread", "step_timeout_s": 60}}
+    async with serve(definitions=patient) as client, asyncio.timeout(60):
+        opened = await client.open_session(opening("Troublesome"))
+        playing = asyncio.create_task(client.step(opened.session_id, 0, "hang"))
+        while "hanging" not in troublesome.log:
+            await asyncio.sleep(0.01)
+        await refused(client.step(opened.session_id, 1, "a"), grpc.StatusCode.FAILED_PRECONDITION, Reason.WRONG_TURN)
+        troublesome.release.set()
+        assert (await playing).observation == "1: hang"
+        assert (await client.step(opened.session_id, 1, "a")).observation == "2: a"
 
 
 @pytest.mark.parametrize("turn", [0, 3, 2**32 - 1])

@@ -125,10 +125,11 @@ async def test_the_limit_of_time_is_that_of_the_call_being_played(peer: Peer) ->
 
 
 async def test_an_idle_worker_has_no_limit_of_time(peer: Peer) -> None:
-    outcome = peer.call(timeout_s=0.2)
+    outcome = peer.call(timeout_s=2)
+    deadline_s = asyncio.get_running_loop().time() + 2
     await peer.reply((await peer.receive(1))[0].call_id)
     await outcome
-    await asyncio.sleep(0.4)  # past the deadline of the call that was answered
+    await asyncio.sleep(deadline_s + 0.1 - asyncio.get_running_loop().time())  # past that of the answered call
     later = peer.call()
     await peer.reply((await peer.receive(1))[0].call_id, "later")
     reply = await later

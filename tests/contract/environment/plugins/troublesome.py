@@ -81,6 +81,7 @@ class Troublesome(Counting):
         if how == "exit":
             raise SystemExit(3)
         if how == "hang":
+            log.append("hanging")
             release.wait(60)
         if how == "slow":
             log.append("slow turn")
