@@ -29,7 +29,8 @@ class Environment(Protocol):
 
     - `render_text() -> str`: the current state for people.
     - `render_rgb() -> numpy.ndarray`: the same as a picture, uint8[height, width, 3].
-    - `close() -> None`: the episode is over; called once.
+    - `close() -> None`: the episode is over, or `reset` has failed; called once. Also without a reset, where the
+      environment was only constructed to try it.
     """
 
     max_turns: int
