@@ -192,10 +192,12 @@ class CheckpointDirectory:
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+                held = True
             except BlockingIOError:
-                yield False
-                return
-            yield True
+                held = False
+            except OSError:  # a file system without locks: nobody can ask either, so that nothing is ever removed
+                held = not alone
+            yield held
         finally:
             os.close(descriptor)
 

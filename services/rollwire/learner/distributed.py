@@ -139,7 +139,9 @@ class Ranks:
 
     def agree(self, problem: RollwireError | None) -> None:
         """Raises the problem of the lowest rank that has one, on every rank."""
-        told = None if problem is None else [problem.code.name, problem.reason, problem.message, problem.metadata]
+        told = None
+        if problem is not None:
+            told = [problem.code.name, problem.reason, problem.message, problem.metadata, problem.retry_after_s]
         for found in self.gather(told):
             if found is not None:
                 raise problem or _error(*found)
@@ -276,5 +278,7 @@ def _as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _error(code: str, reason: str, message: str, metadata: dict[str, str]) -> RollwireError:
-    return RollwireError(grpc.StatusCode[code], reason, message, metadata=metadata)
+def _error(
+    code: str, reason: str, message: str, metadata: dict[str, str], retry_after_s: float | None
+) -> RollwireError:
+    return RollwireError(grpc.StatusCode[code], reason, message, metadata=metadata, retry_after_s=retry_after_s)

@@ -25,6 +25,17 @@ MAX_BATCH_TOKENS: Final = 1 << 26
 MAX_OPTIMIZER_STEPS: Final = 4096
 MAX_SAMPLE_ID_LENGTH: Final = 256
 
+PER_TOKEN_FIELDS: Final = (
+    "token_ids",
+    "loss_mask",
+    "advantages",
+    "logprobs",
+    "reference_logprobs",
+    "returns",
+    "values",
+)
+"""Fields of a sample that have one value per token."""
+
 LOGPROB_TOLERANCE: Final = 1e-3
 """A log-probability may exceed 0 by this much: engines round."""
 

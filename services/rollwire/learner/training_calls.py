@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import grpc
 
-from rollwire.learner.requests import MAX_BATCH_TOKENS, MAX_SAMPLES, too_large
+from rollwire.learner.requests import MAX_BATCH_TOKENS, MAX_SAMPLES, PER_TOKEN_FIELDS, too_large
 from rollwire.rpc.errors import Reason, RollwireError, invalid_field, precondition
 from rollwire.rpc.versions import version_text
 from rollwire.v1 import learner_pb2, weights_pb2
@@ -71,7 +71,8 @@ class BatchUpload:
             )
 
     def _append(self, piece: learner_pb2.TrainSamples) -> None:
-        self._tokens += sum(len(sample.token_ids) for sample in piece.samples)
+        # Fields that should be as long as the token ids are not checked yet, but take memory already.
+        self._tokens += sum(max(len(getattr(sample, name)) for name in PER_TOKEN_FIELDS) for sample in piece.samples)
         if len(self.samples) + len(piece.samples) > MAX_SAMPLES:
             raise too_large("samples", len(self.samples) + len(piece.samples), MAX_SAMPLES)
         if self._tokens > MAX_BATCH_TOKENS:

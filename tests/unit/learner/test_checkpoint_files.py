@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
@@ -49,6 +50,20 @@ def test_leftovers_stay_while_another_learner_writes(directory: CheckpointDirect
         assert directory.remove_leftovers() == []
         assert partial.exists()
     assert not partial.exists(), "what is not published is removed"
+
+
+def test_a_file_system_without_locks_takes_checkpoints_and_keeps_leftovers(
+    directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("rollwire.learner.checkpoint_files.fcntl.flock", refused)
+    write(directory, "one")
+    directory.check(directory.read("one"))
+    directory.partial("two").mkdir()
+    assert directory.remove_leftovers() == []
+    assert directory.partial("two").exists(), "another learner may be writing it"
 
 
 def test_the_newest_ones_of_a_run_stay_whatever_their_names(directory: CheckpointDirectory) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from rollwire.learner import codec
 from rollwire.learner.device_memory import DeviceMemory
 from rollwire.learner.distributed import Ranks
 from rollwire.learner.sleep_states import SleepState, SleepStates
-from rollwire.rpc.errors import Reason, RollwireError
+from rollwire.rpc.errors import Reason, RollwireError, exhausted
 
 
 def test_a_learner_falls_asleep_and_wakes() -> None:
@@ -92,6 +93,35 @@ def test_without_room_everything_stays_in_host_memory_and_the_next_time_it_wakes
     memory.room = 2
     memory.come_back()
     assert memory.on_device == {id(model) for model in models}
+
+
+class WithAnother(Ranks):
+    """This rank beside another one that told something."""
+
+    def __init__(self, told: object) -> None:
+        super().__init__()
+        self._told = told
+
+    def gather(self, value: object) -> list[Any]:
+        return [value, codec.decode(codec.encode(self._told))]
+
+
+def test_where_another_rank_has_no_room_this_one_answers_with_its_error() -> None:
+    problem = exhausted(Reason.DEVICE_MEMORY_EXHAUSTED, "no room on rank 1", 2.0, device="1")
+    told: list[object] = []
+
+    class Telling(Ranks):
+        def gather(self, value: object) -> list[Any]:
+            told.append(value)
+            return [value]
+
+    with pytest.raises(RollwireError):
+        Telling().agree(problem)
+    memory = Recorded([torch.nn.Linear(2, 2)], [], torch.device("cpu"), WithAnother(told[0]))
+    with pytest.raises(RollwireError) as caught:
+        memory.come_back()
+    assert vars(caught.value) == vars(problem)
+    WithAnother(None).agree(None)
 
 
 def test_on_cpu_nothing_is_moved_or_freed() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from rollwire.learner import training_calls
+from rollwire.learner.requests import PER_TOKEN_FIELDS
 from rollwire.learner.training_calls import BatchUpload, Claim, TrainingCalls
 from rollwire.rpc.digests import samples_digest
 from rollwire.rpc.errors import Reason, RollwireError
@@ -91,6 +92,15 @@ def test_a_batch_is_bounded(limit: str, value: int, monkeypatch: pytest.MonkeyPa
 
     with pytest.raises(RollwireError, match=f"at most {value}"):
         found.add(request_of("samples"))
+
+
+@pytest.mark.parametrize("field", PER_TOKEN_FIELDS)
+def test_every_field_counts_towards_the_bound(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_calls, "MAX_BATCH_TOKENS", 11)
+    found = BatchUpload()
+    found.add(request_of("header"))
+    with pytest.raises(RollwireError, match="is 12; allowed: at most 11"):
+        found.add(TrainRequest(samples=TrainSamples(samples=[TrainSample(sample_id="a", **{field: [1] * 12})])))
 
 
 def header(step: int, epoch: int = 1, lineage: str = "line") -> TrainHeader:
