@@ -50,6 +50,7 @@ class FrozenLake:
     metrics_agg_mode: ClassVar = METRICS_AGG_MODE
     # A malicious regular expression, or thousands of tokens, would block the server for all; pictures are for threads.
     config_only_options: ClassVar = ("action_pattern", "special_token_list", "observation_images")
+    sessions_per_process: ClassVar = 16  # where it runs in one: games draw from generators of their own
 
     def __init__(
         self,

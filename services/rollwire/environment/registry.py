@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollwire.environment.answers import ANSWER_PATTERN, is_quick
 from rollwire.environment.isolation.host import Isolation
 from rollwire.environment.isolation.launch import ZygoteProcess
 from rollwire.environment.isolation.pool import SeatLimits
@@ -120,7 +121,8 @@ def _isolation(item: _Checked) -> Literal["thread", "process"]:
     if item.definition.isolation != "auto":
         return item.definition.isolation
     if item.definition.type in BUILT_IN:
-        return "thread"
+        # A regular expression that backtracks holds the interpreter: nothing else in its process goes on.
+        return "thread" if is_quick(item.options.get("action_pattern", ANSWER_PATTERN)) else "process"
     declared = getattr(item.factory, "isolation", "process")
     if declared not in ("thread", "process"):
         raise ServeError(

@@ -225,3 +225,16 @@ async def test_a_server_without_free_descriptors_fails_the_session_and_frees_the
         assert failed.failure.kind == pb.ENVIRONMENT_FAILURE_KIND_LOST
         assert failed.failure.message == "its process could not be started: Too many open files"
         assert (await client.open_session(opening("Faulty"))).session_id
+
+
+async def test_a_pattern_that_backtracks_ends_its_own_episode_alone(serve: Any, opening: Opening) -> None:
+    pattern = r"<answer>(.*?)</answer>\s*$"  # innocent, and quadratic for what follows
+    lake = {"type": "FrozenLake", "options": {"action_pattern": pattern}, "step_timeout_s": STEP_TIMEOUT_S}
+    async with serve(definitions={"Lake": lake}) as client:
+        hanging = await client.open_session(opening("Lake"))
+        turn = asyncio.create_task(client.step(hanging.session_id, 0, "<answer>" * 131_000))
+        other = await client.open_session(opening("FrozenLake"))
+        assert not (await client.step(other.session_id, 0, "<answer>Left</answer>")).HasField("failure")
+        assert (await turn).failure.kind == TIMEOUT
+        again = await client.open_session(opening("Lake"))
+        assert (await client.step(again.session_id, 0, "<answer>Left</answer>\n")).metrics["action_is_valid"] == 1.0
