@@ -146,8 +146,9 @@ class LearnerServiceServicer(object):
         would have followed then, on the same devices with the same number of ranks.
 
         Idempotent. NOT_FOUND / `UNKNOWN_CHECKPOINT`; DATA_LOSS / `CHECKPOINT_CORRUPT` names the file that is missing, short or
-        changed; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's; ABORTED / `STEP_IN_PROGRESS`. In all
-        these cases the state is as before. FAILED_PRECONDITION / `ASLEEP`.
+        changed, or has tensors and does not belong there; FAILED_PRECONDITION / `CHECKPOINT_MISMATCH` when it is another model's;
+        ABORTED / `STEP_IN_PROGRESS`. In all these cases the state is as before; a load that fails after these checks, such as by a
+        disk that breaks, begins a new lineage. FAILED_PRECONDITION / `ASLEEP`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

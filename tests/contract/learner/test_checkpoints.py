@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import pickletools
 import shutil
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import transformers
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rollwire.client.learner import LearnerClient
 from rollwire.learner.checkpoint_files import CheckpointDirectory
@@ -221,6 +223,31 @@ async def test_another_model_is_refused(connect: Callable, model_directory: Call
             await load(client, "zero")
         assert (raised.value.code.name, raised.value.reason) == ("FAILED_PRECONDITION", "CHECKPOINT_MISMATCH")
         assert (await client.get_info()).digest == before.digest
+
+
+async def test_a_load_that_fails_half_way_begins_another_lineage(
+    connect: Callable, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I3: such as a disk that breaks after the digests were compared."""
+
+    def breaks(*arguments: object, **named: object) -> None:
+        error = OSError(5, "Input/output error")
+        raise CheckpointException("read", {0: (error, traceback.extract_stack())})
+
+    async with connect() as client:
+        await save(client, "zero")
+        await train(client, batch(1))
+        before = await client.get_info()
+        with monkeypatch.context() as patch:
+            patch.setattr("rollwire.learner.checkpoint.load_tensors", breaks)
+            with pytest.raises(RollwireError, match=r"a shard cannot be read \(.*Input/output error") as raised:
+                await load(client, "zero")
+        assert raised.value.reason == "CHECKPOINT_CORRUPT"
+        after = await client.get_info()
+        assert after.version.lineage != before.version.lineage and after.version.step == 0
+        await train(client, batch(2))
+        loaded = await load(client, "zero")
+        assert loaded.version.step == 0 and loaded.version.lineage == before.version.lineage
 
 
 async def test_names_and_versions_are_checked(connect: Callable, batch: Batch) -> None:
