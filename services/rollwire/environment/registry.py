@@ -20,7 +20,7 @@ from rollwire.environment.isolation.setup import ProcessSetup
 from rollwire.environment.options import OptionError, OptionSchema
 from rollwire.environment.registered import RegisteredEnvironment
 from rollwire.environment.samples import UnusableError, describe_sample
-from rollwire.environment.types import BUILT_IN, Factory, UnknownTypeError, resolve
+from rollwire.environment.types import ADAPTERS, BUILT_IN, Factory, UnknownTypeError, resolve
 from rollwire.rpc.ids import TAG_RULE, is_tag
 from rollwire.serving.config.sections import EnvironmentDefinition, EnvironmentSection
 from rollwire.serving.logs import get_logger
@@ -120,9 +120,11 @@ def _check(tag: str, definition: EnvironmentDefinition) -> _Checked:
 def _isolation(item: _Checked) -> Literal["thread", "process"]:
     if item.definition.isolation != "auto":
         return item.definition.isolation
+    own = item.definition.type in BUILT_IN or item.definition.type in ADAPTERS
+    if own and not is_quick(item.options.get("action_pattern", ANSWER_PATTERN)):
+        return "process"  # a regular expression that backtracks holds the interpreter: nothing else there goes on
     if item.definition.type in BUILT_IN:
-        # A regular expression that backtracks holds the interpreter: nothing else in its process goes on.
-        return "thread" if is_quick(item.options.get("action_pattern", ANSWER_PATTERN)) else "process"
+        return "thread"
     declared = getattr(item.factory, "isolation", "process")
     if declared not in ("thread", "process"):
         raise ServeError(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollwire.environment.answers import ANSWER_PATTERN, THINK_PATTERN
 from rollwire.environment.registry import load_registry
 from rollwire.serving.config.sections import EnvironmentSection
 from rollwire.serving.server import ServeError
@@ -82,6 +83,26 @@ def test_a_definition_adds_a_tag() -> None:
     found = registry.environments["Mine"]
     assert (found.built_in, found.options, found.step_timeout_s) == (False, {"level": 4}, 60.0)
     assert found.description.default_options["level"] == 4
+
+
+@pytest.mark.parametrize(
+    ("type_name", "options", "in_process"),
+    [
+        ("FrozenLake", {}, False),
+        ("FrozenLakeThink", {}, False),
+        ("FrozenLake", {"action_pattern": THINK_PATTERN}, False),
+        ("Sokoban", {"action_pattern": r"move:(\w+)"}, True),
+        ("openenv", {"url": "http://127.0.0.1:1", "max_turns": 2}, False),
+        ("openenv", {"url": "http://127.0.0.1:1", "max_turns": 2, "action_pattern": ANSWER_PATTERN}, False),
+        ("openenv", {"url": "http://127.0.0.1:1", "max_turns": 2, "action_pattern": "(a+)+$"}, True),
+    ],
+)
+def test_patterns_that_may_backtrack_are_read_in_processes(
+    type_name: str, options: dict[str, Any], in_process: bool
+) -> None:
+    registry = load_registry(section(type_name=type_name, **options))
+    registry.close()
+    assert list(registry.isolations) == (["Mine"] if in_process else [])
 
 
 def test_a_function_can_make_environments() -> None:
