@@ -11,12 +11,17 @@ from pathlib import Path
 
 import pytest
 from small_servers import BUDGETS, FakeEnvironment, FakeLearner, FakeRollout, FakeService
+from tensorboard.summary.writer import event_file_writer
 
 from rollwire.coordinator.run import ResumeOrder, RunSummary, run_training
 from rollwire.coordinator.run_dir import RunDir, create_run_dir
 from rollwire.coordinator.status import RunStatus
 from rollwire.serving.config import RunConfig, load_config
 from rollwire.serving.server import Binding, serving
+
+# Event files are read in the order of their names, which end in a count of this process: 10 would come before 9 where
+# a run is started and resumed within one second.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(1_000_000)
 
 
 @dataclass
