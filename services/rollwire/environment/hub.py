@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
@@ -115,12 +116,19 @@ class Hub:
             offered = self.tags.get(tag)
             others = [] if offered is None else [one for one in offered.providers if one is not known]
             if offered is not None and others and offered.description != description:
-                raise precondition(
-                    Reason.DESCRIPTION_MISMATCH,
-                    f"another provider ({others[0].program or 'unnamed'}) describes {tag!r} in another way; run one "
-                    "version of the program, or use another tag",
-                    environment_tag=tag,
-                )
+                raise self._mismatch(tag, others)
+
+    def _mismatch(self, tag: str, others: list[Provider]) -> RollwireError:
+        who = f"another provider ({others[0].program or 'unnamed'})"
+        message = f"{who} describes {tag!r} in another way; run one version of the program, or use another tag"
+        ends_s = [one.away_until_s for one in others if one.away_until_s is not None]
+        if len(ends_s) == len(others):  # its author may have ended it, and starts what was changed
+            left_s = max(0, math.ceil(max(ends_s) - self._clock()))
+            message = (
+                f"{who} described {tag!r} in another way; it was cut off and is waited for for another {left_s} s: try "
+                "again then, end providers with SIGTERM, or use another tag"
+            )
+        return precondition(Reason.DESCRIPTION_MISMATCH, message, environment_tag=tag)
 
     def _take_back(
         self, provider: Provider, hello: pb.ProviderHello, descriptions: Mapping[str, pb.EnvironmentDescription]

@@ -442,3 +442,19 @@ class ProvidersComeAndGo(RuleBasedStateMachine):
 
 TestProvidersComeAndGo = ProvidersComeAndGo.TestCase
 TestProvidersComeAndGo.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_another_description_than_that_of_a_provider_that_was_cut_off_says_how_long_it_is_kept() -> None:
+    clock = Clock()
+    hub = make_hub(clock)
+    old = hub.attach(hello(program="old.py"))
+    changed = hello("b", environments=[pb.EnvironmentDescription(tag="Count", summary="Anew.", max_turns=3)])
+    with pytest.raises(RollwireError, match=r"\(old.py\) describes 'Count' in another way; run one version"):
+        hub.attach(changed)
+    hub.cut(old, old.stream)
+    clock.now += 10
+    with pytest.raises(RollwireError, match=r"\(old.py\) described 'Count' .* waited for for another 20 s: try again"):
+        hub.attach(changed)
+    clock.now += 20
+    hub.tick()
+    assert hub.attach(changed).free == 2
