@@ -27,7 +27,7 @@ export class Sessions {
     this.capacity = capacity;
     this.byId = new Map();
     this.openings = new Map(); // request id to the promise of its answer; of failed ones the latest `capacity`
-    this.opening = 0;
+    this.opening = new Set(); // request ids of sessions that are being opened
     this.handlers = {
       open: (request, timeoutMs) => this.open(request, timeoutMs),
       step: (request, timeoutMs) => this.step(request, timeoutMs),
@@ -43,7 +43,7 @@ export class Sessions {
 
   /** Whether no session is open or being opened. */
   get empty() {
-    return this.byId.size + this.opening === 0;
+    return this.byId.size + this.opening.size === 0;
   }
 
   /** Answers one SessionCall with a SessionReply; what goes wrong is in the reply. */
@@ -70,12 +70,12 @@ export class Sessions {
     if (!factory) {
       throw new Refusal(status.NOT_FOUND, 'UNKNOWN_ENVIRONMENT', `${request.environment_tag} is not served here`);
     }
-    if (this.byId.size + this.opening >= this.capacity) {
+    if (this.byId.size + this.opening.size >= this.capacity) {
       const message = `all ${this.capacity} sessions of this provider are in use`;
       throw new Refusal(status.RESOURCE_EXHAUSTED, 'SESSIONS_EXHAUSTED', message, 1);
     }
-    this.opening += 1;
-    const answer = this.start(factory, request, timeoutMs).finally(() => (this.opening -= 1));
+    this.opening.add(request.request_id);
+    const answer = this.start(factory, request, timeoutMs).finally(() => this.opening.delete(request.request_id));
     this.openings.set(request.request_id, answer);
     if (this.openings.size > 2 * this.capacity) this.forgetFailedOpenings();
     return answer;
@@ -176,7 +176,7 @@ export class Sessions {
   }
 
   forgetFailedOpenings() {
-    const live = new Set([...this.byId.values()].map((session) => session.requestId));
+    const live = new Set([...this.opening, ...[...this.byId.values()].map((session) => session.requestId)]);
     for (const id of [...this.openings.keys()].slice(0, -this.capacity)) if (!live.has(id)) this.openings.delete(id);
   }
 }

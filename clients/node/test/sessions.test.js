@@ -127,3 +127,21 @@ test('half of a character is no text, wherever it comes from', async () => {
   const { failure } = (await (await opened(game)).call('step', { turn: 0, action: '' })).step;
   assert.ok(failure.message.isWellFormed());
 });
+
+test('an opening that comes again is answered as before, however many others have failed', async () => {
+  mock.method(console, 'error', () => {});
+  const first = Object.assign(new Slow(), { slowReset: true });
+  let made = 0;
+  const make = () => (made++ === 0 ? first : Object.assign(new Slow(), { reset: () => null }));
+  const sessions = new Sessions({ Game: make }, 2);
+  const open = (request_id) => {
+    const request = { request_id, environment_tag: 'Game', seed: '1' };
+    return sessions.answer({ call_id: 1, call: 'open', timeout: TIMEOUT, open: request });
+  };
+  const slow = open('slow');
+  for (let number = 0; number < 10; number += 1) assert.ok((await open(`failing ${number}`)).open.failure);
+  const again = open('slow');
+  first.gates[0]();
+  assert.equal((await again).open.session_id, (await slow).open.session_id);
+  assert.equal(sessions.ids.length, 1);
+});
