@@ -135,26 +135,30 @@ class ProviderConnection:
         Raises:
             RollwireError: The server refuses this provider, or could not be reached for too long.
         """
-        async with open_environment_channel(self._target) as channel:
-            stub = pb_grpc.EnvironmentServiceStub(channel)
-            self._connected_at_s = time.monotonic()
-            delay_s = _FIRST_DELAY_S
-            while not stop.is_set():
-                before_s = self._connected_at_s
-                try:
-                    await self._attach(stub, stop)
-                    cause = "the server ended the stream"
-                except RollwireError as error:
-                    if error.code not in _TRANSIENT:
-                        raise
-                    cause = error.message
-                if stop.is_set():
-                    break
-                delay_s = _FIRST_DELAY_S if self._connected_at_s > before_s else min(2 * delay_s, _LONGEST_DELAY_S)
-                self._check_budget(cause, delay_s)
-                await _wait(stop, delay_s * random.uniform(0.5, 1.0))  # noqa: S311 (spreads reconnects, no secret)
-        self._sessions.close_all()
-        await self._sessions.closed()
+        try:
+            async with open_environment_channel(self._target) as channel:
+                await self._keep_attached(pb_grpc.EnvironmentServiceStub(channel), stop)
+        finally:
+            self._sessions.close_all()
+            await self._sessions.closed()
+
+    async def _keep_attached(self, stub: Any, stop: asyncio.Event) -> None:
+        self._connected_at_s = time.monotonic()
+        delay_s = _FIRST_DELAY_S
+        while not stop.is_set():
+            before_s = self._connected_at_s
+            try:
+                await self._attach(stub, stop)
+                cause = "the server ended the stream"
+            except RollwireError as error:
+                if error.code not in _TRANSIENT:
+                    raise
+                cause = error.message
+            if stop.is_set():
+                break
+            delay_s = _FIRST_DELAY_S if self._connected_at_s > before_s else min(2 * delay_s, _LONGEST_DELAY_S)
+            self._check_budget(cause, delay_s)
+            await _wait(stop, delay_s * random.uniform(0.5, 1.0))  # noqa: S311 (spreads reconnects, no secret)
 
     def _check_budget(self, cause: str, delay_s: float) -> None:
         away_s = time.monotonic() - self._connected_at_s

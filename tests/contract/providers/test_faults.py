@@ -290,6 +290,22 @@ async def test_what_was_given_up_is_closed_when_it_comes_back(
         assert games.log.count("closed at 7") == games.log.count("closed at 21") == 1
 
 
+async def test_a_provider_that_gives_up_closes_its_sessions(serve: Serve, games: ModuleType) -> None:
+    async with serve() as client, tcp_proxy(client.target) as proxy:
+        provider = asyncio.create_task(
+            serve_environment_async(proxy.address, {"Count": games.Counting}, give_up_after_s=0)
+        )
+        await offered(client, "Count")
+        opened = await client.open_session(opening("Count"))
+        await client.step(opened.session_id, 0, "a")
+        proxy.open = False
+        proxy.cut()
+        with pytest.raises(RollwireError, match="no environment server takes this provider"):
+            async with asyncio.timeout(LIMIT_S):
+                await provider
+        assert "closed at 1" in games.log
+
+
 async def test_a_server_that_takes_no_providers(serve: Serve, games: ModuleType) -> None:
     async with serve(max_providers=0) as client:
         with pytest.raises(RollwireError, match="takes 0 providers"):
