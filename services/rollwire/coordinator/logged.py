@@ -46,10 +46,10 @@ def read_logged(path: Path) -> Logged:
                 file.truncate(len(whole))
         for line in whole.splitlines():
             parsed: dict[str, Any] = json.loads(line)
-            step = parsed.pop("step")
+            step = int(parsed.pop("step"))
             parsed.pop("time")
             lines.append((step, parsed))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{path} cannot be read ({error}); mend it or move it away") from error
     logged = Logged(steps=max((step + 1 for step, metrics in lines if STEP_MARK in metrics), default=0))
     for step, metrics in lines:

@@ -36,6 +36,7 @@ def configure_logging(service: str, *, level: str = "INFO", stream: TextIO | Non
     """
     stream = stream or sys.stderr
     threshold = logging.getLevelNamesMapping()[level]
+    lenient = cast(TextIO, _Lenient(stream))
     renderer: list[structlog.typing.Processor]
     if stream.isatty():
         plain = structlog.dev.plain_traceback
@@ -54,11 +55,11 @@ def configure_logging(service: str, *, level: str = "INFO", stream: TextIO | Non
             *renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Lenient(stream))),
+        logger_factory=structlog.PrintLoggerFactory(lenient),
         cache_logger_on_first_use=False,
     )
     # Libraries that log through the standard module: warnings and worse, on the same stream.
-    logging.basicConfig(level=max(threshold, logging.WARNING), stream=stream, format="%(name)s: %(message)s")
+    logging.basicConfig(level=max(threshold, logging.WARNING), stream=lenient, format="%(name)s: %(message)s")
     structlog.contextvars.bind_contextvars(service=service)
 
 

@@ -46,7 +46,10 @@ def test_nothing_was_logged(tmp_path: Path) -> None:
     assert read_logged(tmp_path / METRICS_FILE).steps == 0
 
 
-def test_a_file_that_was_edited_is_named(tmp_path: Path) -> None:
-    (tmp_path / METRICS_FILE).write_text("hello\n")
+@pytest.mark.parametrize(
+    "line", ["hello", "[1, 2]", "3", '{"time": 1.0}', '{"step": "x", "time": 1, "system/samples": 2}']
+)
+def test_a_file_that_was_edited_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / METRICS_FILE).write_text(f"{line}\n")
     with pytest.raises(RunError, match=r"metrics\.jsonl cannot be read"):
         read_logged(tmp_path / METRICS_FILE)
