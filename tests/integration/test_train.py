@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from rollwire.policies import resolve
 
-from .conftest import EXAMPLE, command, environment, finished_run, rollwire
+from .conftest import EXAMPLE, SMALL, command, environment, finished_run, rollwire
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def servers(tmp_path: Path) -> Iterator[dict[str, str]]:
         for kind in ("environment", "rollout", "learner"):
             ready = tmp_path / f"{kind}.json"
             log = (tmp_path / f"{kind}.log").open("w")
-            arguments = command("serve", kind, EXAMPLE, "run.max_steps=3", "--ready-file", ready)
+            arguments = command("serve", kind, EXAMPLE, *SMALL, "--ready-file", ready)
             processes.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=environment()))
             deadline = time.monotonic() + 60
             while not ready.exists():
@@ -45,6 +45,11 @@ def servers(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def test_train_drives_servers_started_by_hand(servers: dict[str, str], tmp_path: Path) -> None:
     addresses = [f"services.{kind}=[{address}]" for kind, address in servers.items()]
+    other = rollwire("train", EXAMPLE, *SMALL, f"run.output_dir={tmp_path}", *addresses, "run.max_steps=2")
+    assert other.returncode == 1
+    assert f"run.max_steps is 2 in this run's configuration, but the learner at {servers['learner']}" in other.stderr
+    assert "rollout server" not in other.stderr  # nothing that it acts on differs
+
     run = finished_run("train", tmp_path / "output", *addresses)
     assert run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'") == [(3,)]
 

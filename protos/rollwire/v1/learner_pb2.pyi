@@ -162,6 +162,22 @@ class LearnerServiceGetInfoResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class SettingsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     BUILD_VERSION_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
@@ -177,6 +193,7 @@ class LearnerServiceGetInfoResponse(google.protobuf.message.Message):
     MODELS_FIELD_NUMBER: builtins.int
     ASLEEP_FIELD_NUMBER: builtins.int
     TRAINABLE_PARAMETERS_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
     build_version: builtins.str
     """Version of the Rollwire build."""
     digest: builtins.bytes
@@ -213,6 +230,13 @@ class LearnerServiceGetInfoResponse(google.protobuf.message.Message):
     def models(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___ScoredModel.ValueType]:
         """Models that `ScoreRequest.model` may name."""
 
+    @property
+    def settings(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Settings of the server's own configuration that it acts on and that no request carries, such as `model.dtype` or
+        `learner.optimizer.learning_rate`: full key to value in JSON. A coordinator whose configuration says otherwise does
+        not start. Empty for a server that has no such configuration.
+        """
+
     def __init__(
         self,
         *,
@@ -231,9 +255,10 @@ class LearnerServiceGetInfoResponse(google.protobuf.message.Message):
         models: collections.abc.Iterable[global___ScoredModel.ValueType] | None = ...,
         asleep: builtins.bool = ...,
         trainable_parameters: builtins.int = ...,
+        settings: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asleep", b"asleep", "build_version", b"build_version", "device", b"device", "digest", b"digest", "max_sequence_tokens", b"max_sequence_tokens", "model_architecture", b"model_architecture", "models", b"models", "parameters", b"parameters", "policy_losses", b"policy_losses", "resident_bytes", b"resident_bytes", "tokenizer_hash", b"tokenizer_hash", "trainable_parameters", b"trainable_parameters", "version", b"version", "vocabulary_size", b"vocabulary_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep", b"asleep", "build_version", b"build_version", "device", b"device", "digest", b"digest", "max_sequence_tokens", b"max_sequence_tokens", "model_architecture", b"model_architecture", "models", b"models", "parameters", b"parameters", "policy_losses", b"policy_losses", "resident_bytes", b"resident_bytes", "settings", b"settings", "tokenizer_hash", b"tokenizer_hash", "trainable_parameters", b"trainable_parameters", "version", b"version", "vocabulary_size", b"vocabulary_size", "world_size", b"world_size"]) -> None: ...
 
 global___LearnerServiceGetInfoResponse = LearnerServiceGetInfoResponse
 

@@ -97,6 +97,22 @@ class RolloutServiceGetInfoResponse(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class SettingsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     BUILD_VERSION_FIELD_NUMBER: builtins.int
     ENGINE_FIELD_NUMBER: builtins.int
     MODEL_ARCHITECTURE_FIELD_NUMBER: builtins.int
@@ -114,6 +130,7 @@ class RolloutServiceGetInfoResponse(google.protobuf.message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: builtins.int
     PAUSED_FIELD_NUMBER: builtins.int
     SLEEP_LEVEL_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
     build_version: builtins.str
     """Version of the Rollwire build."""
     engine: builtins.str
@@ -150,6 +167,13 @@ class RolloutServiceGetInfoResponse(google.protobuf.message.Message):
     def active_version(self) -> rollwire.v1.weights_pb2.WeightVersion:
         """Version being served; unset before the first update."""
 
+    @property
+    def settings(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Settings of the server's own configuration that it acts on and that no request carries, such as `model.dtype` or
+        `rollout.system_prompt`: full key to value in JSON. A coordinator whose configuration says otherwise does not start.
+        Empty for a server that has no such configuration.
+        """
+
     def __init__(
         self,
         *,
@@ -170,9 +194,10 @@ class RolloutServiceGetInfoResponse(google.protobuf.message.Message):
         generated_tokens: builtins.int = ...,
         paused: builtins.bool = ...,
         sleep_level: global___SleepLevel.ValueType = ...,
+        settings: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["active_version", b"active_version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["active_digest", b"active_digest", "active_version", b"active_version", "build_version", b"build_version", "device", b"device", "dtype", b"dtype", "engine", b"engine", "episode_capacity", b"episode_capacity", "generated_tokens", b"generated_tokens", "max_concurrent_sequences", b"max_concurrent_sequences", "max_sequence_tokens", b"max_sequence_tokens", "model_architecture", b"model_architecture", "paused", b"paused", "resident_bytes", b"resident_bytes", "running_episodes", b"running_episodes", "sleep_level", b"sleep_level", "template_hash", b"template_hash", "tokenizer_hash", b"tokenizer_hash"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["active_digest", b"active_digest", "active_version", b"active_version", "build_version", b"build_version", "device", b"device", "dtype", b"dtype", "engine", b"engine", "episode_capacity", b"episode_capacity", "generated_tokens", b"generated_tokens", "max_concurrent_sequences", b"max_concurrent_sequences", "max_sequence_tokens", b"max_sequence_tokens", "model_architecture", b"model_architecture", "paused", b"paused", "resident_bytes", b"resident_bytes", "running_episodes", b"running_episodes", "settings", b"settings", "sleep_level", b"sleep_level", "template_hash", b"template_hash", "tokenizer_hash", b"tokenizer_hash"]) -> None: ...
 
 global___RolloutServiceGetInfoResponse = RolloutServiceGetInfoResponse
 

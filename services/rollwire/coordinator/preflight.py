@@ -8,11 +8,12 @@ from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.peers import Descriptions
 from rollwire.coordinator.wording import did_you_mean
 from rollwire.serving.config import ConfigError, RunConfig
+from rollwire.serving.config.server_settings import differences, learner_settings, rollout_settings
 from rollwire.v1 import environment_pb2, learner_pb2, rollout_pb2
 
 
 def check_fit(config: RunConfig, found: Descriptions) -> None:
-    """Checks environments, model, tokenizer, lengths, capacity and loss.
+    """Checks environments, model, tokenizer, lengths, capacity, loss, and settings that only servers act on.
 
     Args:
         config: The run, with the addresses of its servers.
@@ -27,6 +28,7 @@ def check_fit(config: RunConfig, found: Descriptions) -> None:
         _check_rollout(config, target, rollout, found.learner)
     _check_same_prompts(config.services.rollout, found.rollouts)
     _check_learner(config, found.learner)
+    _check_settings(config, found)
 
 
 def check_launch(config: RunConfig) -> None:
@@ -111,3 +113,22 @@ def _check_learner(config: RunConfig, learner: learner_pb2.LearnerServiceGetInfo
     for model, (setting, name, is_needed) in needed.items():
         if is_needed and model not in learner.models:
             raise RunError(f"{setting} needs a {name}, which {here} does not have; start it with the same setting")
+
+
+def _check_settings(config: RunConfig, found: Descriptions) -> None:
+    servers = [
+        (f"rollout server at {target}", dict(rollout.settings), rollout_settings(config))
+        for target, rollout in zip(config.services.rollout, found.rollouts, strict=True)
+    ]
+    servers.append((f"learner at {config.services.learner[0]}", dict(found.learner.settings), learner_settings(config)))
+    lines = [
+        f"{key} is {ours} in this run's configuration, but the {server} was started with {theirs}"
+        for server, settings, own in servers
+        for key, theirs, ours in differences(settings, own)
+    ]
+    if lines:
+        raise RunError(
+            "\n".join(
+                (*lines, "Only servers act on these settings: start them and the run with the same configuration")
+            )
+        )

@@ -32,6 +32,7 @@ from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
 from rollwire.rpc.versions import build_version
 from rollwire.serving.accelerator import prepare_for
 from rollwire.serving.config.models import RunConfig
+from rollwire.serving.config.server_settings import learner_settings
 from rollwire.serving.fencing import Fencing
 from rollwire.serving.model_files import find_tokenizer, load_tokenizer, tokenizer_hash
 from rollwire.serving.model_tensors import SERVING_TYPES
@@ -146,6 +147,7 @@ class LearnerServer(learner_pb2_grpc.LearnerServiceServicer):
             policy_losses=list(POLICY_LOSSES),
             models=_models(loaded.trainer),
             asleep=loaded.sleep.states.asleep,
+            settings=learner_settings(self._config),
         )
 
     async def Train(

@@ -29,6 +29,7 @@ from rollwire.rollout.weights import WeightUpdater
 from rollwire.rpc.deadlines import deadline_s
 from rollwire.rpc.limits import INTERNAL_MESSAGE_BYTES
 from rollwire.serving.config.models import RunConfig
+from rollwire.serving.config.server_settings import rollout_settings
 from rollwire.serving.model_files import load_tokenizer, template_hash, tokenizer_hash
 from rollwire.serving.server import Readiness, ServeError
 from rollwire.serving.weights import WeightsServicer
@@ -112,6 +113,7 @@ class RolloutServer:
             limits=limits,
             hashes=hashes,
             keep_prefixes=keep_prefixes,
+            settings=rollout_settings(config),
         )
         await readiness.set(True)
         self._watches = [asyncio.create_task(_end_with(engine, readiness)), asyncio.create_task(self._drain(readiness))]

@@ -63,6 +63,7 @@ class Parts:
         limits: What requests may ask for.
         hashes: Tokenizer and templates.
         keep_prefixes: Honour `GenerateRequest.cache_key`.
+        settings: What of its configuration the server acts on; see `GetInfo`.
     """
 
     policy: Policy
@@ -77,6 +78,7 @@ class Parts:
     limits: Limits
     hashes: Hashes
     keep_prefixes: bool
+    settings: dict[str, str]
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -117,6 +119,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             generated_tokens=engine.generated_tokens,
             paused=parts.pauser.paused,
             sleep_level=parts.policy.sleep.level,
+            settings=parts.settings,
         )
 
     async def RunGroup(

@@ -8,6 +8,7 @@ from rollwire.coordinator.errors import RunError
 from rollwire.coordinator.peers import Descriptions, check_addresses
 from rollwire.coordinator.preflight import check_fit, check_launch
 from rollwire.serving.config import ConfigError, RunConfig
+from rollwire.serving.config.server_settings import learner_settings, rollout_settings
 from rollwire.v1 import environment_pb2, learner_pb2, rollout_pb2
 
 CONFIG = RunConfig.model_validate(
@@ -47,6 +48,40 @@ def test_servers_that_fit_pass() -> None:
     without_tokenizer = descriptions()
     without_tokenizer.learner.tokenizer_hash = ""
     check_fit(CONFIG, without_tokenizer)
+
+
+def test_settings_that_only_servers_act_on_must_be_the_runs() -> None:
+    theirs = RunConfig.model_validate({"model": {"dtype": "bfloat16"}, "run": {"max_steps": 7}})
+    found = descriptions()
+    found.rollouts[1].settings.update(rollout_settings(theirs))
+    found.learner.settings.update(learner_settings(theirs))
+    found.learner.settings["learner.of_a_newer_build"] = "1"
+
+    with pytest.raises(RunError) as caught:
+        check_fit(CONFIG, found)
+
+    ours = 'model.dtype is "float32" in this run\'s configuration, but the '
+    assert str(caught.value).splitlines()[:-1] == [
+        f'{ours}rollout server at h:3 was started with "bfloat16"',
+        f'{ours}learner at h:4 was started with "bfloat16"',
+    ]
+    found.rollouts[1].settings.update(rollout_settings(CONFIG))
+    found.learner.settings.update(learner_settings(CONFIG))
+    check_fit(CONFIG, found)
+
+
+def test_the_length_of_a_run_counts_where_a_schedule_is_laid_out_for_it() -> None:
+    short, long = (
+        RunConfig.model_validate(
+            {**CONFIG.model_dump(), "run": {"max_steps": steps}, "learner": {"optimizer": {"schedule": "linear"}}}
+        )
+        for steps in (3, 80)
+    )
+    found = descriptions()
+    found.learner.settings.update(learner_settings(long))
+
+    with pytest.raises(RunError, match=r"^run\.max_steps is 3 in this run.*the learner at h:4 was started with 80"):
+        check_fit(short, found)
 
 
 Spoil = Callable[[Descriptions], object]
