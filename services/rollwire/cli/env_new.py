@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib.resources import files
 from keyword import iskeyword
 from pathlib import Path
@@ -40,9 +41,9 @@ def write_project(directory: Path) -> tuple[str, list[Path]]:
     if _NAME.fullmatch(name) is None or iskeyword(module) or not is_tag(tag):
         raise ConfigError(
             f"DIR is named {name!r}, from which the package gets its name; allowed: lower-case letters, digits and "
-            "hyphens, such as guess-number"
+            "hyphens, a letter first and no keyword of Python, such as guess-number"
         )
-    if module in ("rollwire", "tests"):
+    if module in ("rollwire", "tests") or module in sys.stdlib_module_names:
         raise ConfigError(f"DIR is named {name!r}, a name that is taken; choose another, such as my-{name}")
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):

@@ -85,10 +85,10 @@ class Hosts:
 
     def _unknown(self, tag: str) -> RollwireError:
         near = difflib.get_close_matches(tag, self._hosts, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = f" (did you mean {near[0]}?)" if near else ""
         return not_found(
             Reason.UNKNOWN_ENVIRONMENT,
-            f"no environment has the tag {tag!r}; {hint}Registered: {', '.join(self.tags())} "
+            f"no environment has the tag {tag!r}{hint}; registered: {', '.join(self.tags())} "
             "(others go into the server's configuration under environment.definitions, or attach as providers)",
             environment_tag=tag,
         )

@@ -43,7 +43,9 @@ def test_the_project_passes_its_own_tests(tmp_path: Path) -> None:
     ("name", "problem"),
     [
         ("Guess Number", "DIR is named 'Guess Number', from which the package gets its name"),
-        ("class", "DIR is named 'class'"),
+        ("class", "a letter first and no keyword of Python"),
+        ("9-lives", "a letter first and no keyword of Python"),
+        ("json", "a name that is taken; choose another, such as my-json"),
         ("rollwire", "a name that is taken; choose another, such as my-rollwire"),
         ("full", "full exists and is not empty; choose a new directory"),
         ("file", "file exists and is not empty"),

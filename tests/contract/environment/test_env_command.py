@@ -196,7 +196,7 @@ async def test_a_key_stops_the_game(key: bytes) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["play", "Frozen"], "no environment has the tag 'Frozen'; did you mean FrozenLake?"),
+        (["play", "Frozen"], "no environment has the tag 'Frozen' (did you mean FrozenLake?); registered: "),
         (["play", "FrozenLake", "-o", "size"], "--option is 'size'; allowed: KEY=VALUE, such as size=8"),
         (["play", "FrozenLake", "-o", "size=big"], "options.size is 'big'; allowed: a valid integer"),
         (["play", "FrozenLake", "-o", "size=1"], "size is 1; allowed: 2 to 64"),

@@ -74,7 +74,7 @@ async def test_tags_that_do_not_exist(client: EnvironmentClient, opening: Openin
         await client.open_session(opening(tag))
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.NOT_FOUND, Reason.UNKNOWN_ENVIRONMENT)
     known = [item.tag for item in (await client.list_environments()).environments]
-    assert f"Registered: {', '.join(known)} (" in caught.value.message
+    assert f"registered: {', '.join(known)} (" in caught.value.message
     assert ("did you mean FrozenLake?" in caught.value.message) == (tag == "Frozenlake")
 
 

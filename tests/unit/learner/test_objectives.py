@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rollwire.learner import losses
 from rollwire.learner.losses import MicroBatchTargets, micro_batch_loss, sample_weights
 from rollwire.learner.objective import Aggregation, KlEstimator, LossSettings
 from rollwire.learner.policy_losses import POLICY_LOSSES
 from rollwire.learner.ratios import token_spans
 from rollwire.learner.samples import Sample
+from rollwire.serving.config.algorithm import CLIPPING, DUAL_CLIPPING
 
 CPU = torch.device("cpu")
 # Two samples; the first has three segments, the second two.
@@ -178,7 +183,35 @@ def settings_of(name: str, **changes: object) -> LossSettings:
 
 
 def test_every_loss_has_a_plain_implementation() -> None:
-    assert set(PLAIN) == set(POLICY_LOSSES)
+    assert set(PLAIN) == set(POLICY_LOSSES), "add the loss in plain Python to PLAIN of this file"
+
+
+def test_settings_are_refused_where_the_loss_does_not_read_them() -> None:
+    assert set(CLIPPING) == {name for name, loss in POLICY_LOSSES.items() if loss.clips}
+    assert set(DUAL_CLIPPING) == {name for name, loss in POLICY_LOSSES.items() if loss.dual_clips}
+
+
+def test_the_loss_of_the_page_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (source,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PolicyLoss" in code)
+    names: dict[str, Any] = {}
+    exec(source, names)
+
+    def plain(all_tokens: list[Token], token: Token, settings: LossSettings) -> Tensor:
+        ratio = ratio_of(all_tokens, token, "token", mean=True)
+        room = settings.clip_high if token.advantage > 0 else settings.clip_low
+        return -token.advantage * (1 + room * torch.tanh((ratio - 1) / room))
+
+    monkeypatch.setattr(losses, "POLICY_LOSSES", {**POLICY_LOSSES, **names["NEW"]})
+    monkeypatch.setitem(PLAIN, "soft_clip", plain)
+    logprobs = start(5)
+    all_tokens = tokens(logprobs, 5)
+    settings = settings_of("soft_clip")
+    found, _ = found_loss(all_tokens, logprobs, settings)
+    expected = plain_loss(all_tokens, settings)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    (found_gradient,), (gradient,) = torch.autograd.grad(found, logprobs), torch.autograd.grad(expected, logprobs)
+    torch.testing.assert_close(found_gradient, gradient, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
