@@ -18,7 +18,10 @@ from rollwire.coordinator.peers import Peers
 from rollwire.coordinator.run_dir import create_run_dir
 from rollwire.rpc.ids import new_id
 from rollwire.serving.config import RunConfig
+from rollwire.serving.logs import get_logger
 from rollwire.v1 import rollout_pb2, trajectory_pb2, weights_pb2
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,8 @@ async def service_side(config: RunConfig) -> AsyncIterator[ServiceSide]:
 
 async def _ready(launcher: LocalLauncher, peers: Peers, timeout_s: float) -> None:
     """Waits until all servers can answer; one that ends is reported with its own last words."""
-    waiting, watching = asyncio.create_task(peers.wait_ready(timeout_s)), asyncio.create_task(launcher.watch())
+    waiting = asyncio.create_task(peers.wait_ready(timeout_s, _log.warning))
+    watching = asyncio.create_task(launcher.watch())
     try:
         await asyncio.wait([waiting, watching], return_when=asyncio.FIRST_COMPLETED)
         await (watching if watching.done() else waiting)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
+
+import grpc
 
 from rollwire.client.base import ServiceClient
 from rollwire.client.environment import EnvironmentClient
@@ -18,6 +20,8 @@ from rollwire.serving.config import ConfigError, RunConfig
 from rollwire.v1 import coordinator_pb2, environment_pb2, learner_pb2, rollout_pb2
 
 READY_POLL_S: Final = 0.1
+NOTICE_S: Final = 10.0
+"""Wait for servers after which people are told which ones are missed."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,18 @@ class Peers:
             (coordinator_pb2.SERVICE_KIND_LEARNER, self.learner),
         ]
 
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Waits until every server can answer. Raises `RunError` naming those that cannot and what was seen."""
-        missing = [
-            text for text in await run_all(self._wait(kind, client, timeout_s) for kind, client in self.all) if text
-        ]
+    async def wait_ready(self, timeout_s: float, notice: Callable[[str], object]) -> None:
+        """Waits until every server can answer.
+
+        Args:
+            timeout_s: Longest wait.
+            notice: Told which servers are missed, once some time has passed.
+
+        Raises:
+            RunError: Names those that cannot answer and what was seen.
+        """
+        found = await run_all(self._wait(kind, client, timeout_s, notice) for kind, client in self.all)
+        missing = [text for text in found if text]
         if missing:
             raise RunError(
                 f"not ready after timeouts.ready_s={timeout_s:g} s: {'; '.join(missing)}; check that it runs, that the "
@@ -103,16 +114,33 @@ class Peers:
         await asyncio.gather(*(client.close() for _, client in self.all))
 
     @staticmethod
-    async def _wait(kind: coordinator_pb2.ServiceKind.ValueType, client: ServiceClient, timeout_s: float) -> str:
+    async def _wait(
+        kind: coordinator_pb2.ServiceKind.ValueType,
+        client: ServiceClient,
+        timeout_s: float,
+        notice: Callable[[str], object],
+    ) -> str:
         """Returns an empty text once the server is ready, or what was seen when the time is over."""
-        if await client.wait_ready(timeout_s, READY_POLL_S):
+        early_s = min(NOTICE_S, timeout_s)
+        if await client.wait_ready(early_s, READY_POLL_S):
             return ""
-        try:
-            await _ask(client, timeout_s=5.0)
-            seen = "it answers calls, but its health service does not say SERVING"
-        except RollwireError as error:
-            seen = error.message
-        return f"{kind_name(kind)} server at {client.target} ({seen})"
+        name = f"{kind_name(kind)} server at {client.target}"
+        if timeout_s > early_s:
+            notice(f"waiting for the {name} ({await _seen(kind, client)}), up to timeouts.ready_s={timeout_s:g} s")
+            if await client.wait_ready(timeout_s - early_s, READY_POLL_S):
+                return ""
+        return f"{name} ({await _seen(kind, client)})"
+
+
+async def _seen(kind: coordinator_pb2.ServiceKind.ValueType, client: ServiceClient) -> str:
+    """Returns what a server that is not ready says to a call."""
+    try:
+        await _ask(client, timeout_s=5.0)
+    except RollwireError as error:
+        if error.code is grpc.StatusCode.UNIMPLEMENTED:
+            return f"something answers there, but it is no {kind_name(kind)} server"
+        return error.message
+    return "it answers calls, but its health service does not say SERVING"
 
 
 async def _ask(client: ServiceClient, timeout_s: float) -> None:

@@ -147,7 +147,7 @@ async def run_training(
 async def _servers(config: RunConfig, peers: Peers, status: RunStatus, fence: trajectory_pb2.Fence) -> Descriptions:
     """Waits until all servers are there and finds out whether they fit the run; raises `RunError`."""
     status.begin_phase("waiting for the servers")
-    await peers.wait_ready(config.timeouts.ready_s)
+    await peers.wait_ready(config.timeouts.ready_s, status.notice)
     await wait_for_tags(config, peers, status)
     found = await peers.describe()
     check_fit(config, found)
