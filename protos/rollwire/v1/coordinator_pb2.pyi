@@ -592,7 +592,7 @@ class GetSubmissionTermsResponse(google.protobuf.message.Message):
     max_staleness: builtins.int
     """Most versions that a token may lag behind it."""
     groups_wanted: builtins.int
-    """Groups that the run wants now; 0 means to ask again later."""
+    """Groups that the run wants of this pusher now; 0 means to ask again later."""
     @property
     def sampling(self) -> rollwire.v1.trajectory_pb2.SamplingSettings:
         """How tokens must be drawn: temperature, top-p, top-k and log-prob mode must be these."""
